@@ -1,0 +1,1 @@
+"""Ids to text, incrementally; stop strings."""

@@ -1,0 +1,1 @@
+"""The Engine protocol and one module per engine."""

@@ -1,0 +1,172 @@
+"""The Engine protocol: token ids in, token ids out, step by step.
+
+An engine is driven by one thread, the scheduler's loop: `add_request` and `abort` between steps, then `step`. Nothing
+here knows about text, HTTP or owners.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from multitok.messages.base import FinishReason
+from multitok.messages.sampling import SamplingParams
+
+Task = Literal["generate", "embed"]
+
+
+class EngineRefusal(Exception):
+    """A request that this engine can't take; nothing of it was started.
+
+    Parameters
+    ----------
+    status : int
+        HTTP status: 400 when the request is at fault, 503 when there is no room.
+    message : str
+        What is wrong, in words meant for the client.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and can do; constant for its life.
+
+    Attributes
+    ----------
+    name : str
+        Value of ``--engine``.
+    simulated : bool
+        True for an engine that runs no model.
+    version : str
+        Version of the library that does the work.
+    task : {'generate', 'embed'}
+        Which of the two kinds of request it takes.
+    vocab_size : int
+        Ids are in ``[0, vocab_size)``.
+    context_length : int
+        Most prompt ids plus output ids of one request.
+    eos_token_ids : list of int
+        Ids that end a generation unless ``ignore_eos``.
+    sampling : list of str
+        Fields of `SamplingParams` that it honours.
+    grammars : list of str
+        Kinds of `Grammar` that it enforces.
+    top_logprobs : int
+        Most likeliest ids per position whose log probability it can give; 0: only the chosen id's.
+    max_running_requests : int
+        Requests that it works on at once; more are held back by the scheduler.
+    embedding_size : int
+        Length of an embedding; 0 for ``generate``.
+    """
+
+    name: str
+    version: str
+    task: Task
+    vocab_size: int
+    context_length: int
+    eos_token_ids: list[int]
+    sampling: list[str]
+    simulated: bool = False
+    grammars: list[str] = []
+    top_logprobs: int = 0
+    max_running_requests: int = 256
+    embedding_size: int = 0
+
+
+class EngineOutput(msgspec.Struct, gc=False):
+    """What one step made for one request.
+
+    Attributes
+    ----------
+    number : int
+        The request.
+    output_ids : list of int
+        New ids, in order; may be empty only with `finish` or `embedding`.
+    finish : FinishReason or None
+        Set in the request's last output. A stop id that ended it is in `output_ids` and in ``finish.matched``.
+    logprobs : list of float or None
+        Natural-log probability of each new id.
+    top_logprobs : list of list of (int, float) or None
+        The likeliest ids of each new position, likeliest first.
+    cached_tokens : int
+        Prompt ids found in the prefix cache; counted in the last output.
+    embedding : bytes or None
+        Packed float32, in the last output of an embedding request.
+    """
+
+    number: int
+    output_ids: list[int]
+    finish: FinishReason | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    cached_tokens: int = 0
+    embedding: bytes | None = None
+
+
+class EngineLoad(msgspec.Struct, gc=False, frozen=True):
+    """Load figures of an engine at one moment.
+
+    Attributes
+    ----------
+    running, waiting : int
+        Requests inside the engine that have, and have not, a slot.
+    kv_used : float
+        Used part of the KV cache, 0 to 1.
+    """
+
+    running: int
+    waiting: int
+    kv_used: float
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is and can do."""
+        ...
+
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
+        """Take a request; for ``embed`` engines `params` is ignored.
+
+        Parameters
+        ----------
+        number : int
+            The request; unique among those in the engine.
+        input_ids : bytes
+            Packed int32 in native order, checked against the vocabulary and the context length by the caller.
+        params : SamplingParams
+            Only with fields that ``info.sampling`` names.
+
+        Raises
+        ------
+        EngineRefusal
+            When it can't be taken.
+        """
+        ...
+
+    def abort(self, number: int) -> None:
+        """Free all that a request holds; no output for it follows. An unknown number is ignored."""
+        ...
+
+    def step(self) -> list[EngineOutput]:
+        """Run one iteration and return what it made; at most one output per request."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Whether a `step` would have anything to do."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Return load figures."""
+        ...
+
+    def shutdown(self) -> None:
+        """Cancel what runs and release the model; called once."""
+        ...

@@ -1,0 +1,1 @@
+"""The HTTP server: protocol, routes by API family, SSE, errors."""

@@ -1,0 +1,1 @@
+"""The parent process: start order, supervision, shared memory, load board."""

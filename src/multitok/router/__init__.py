@@ -1,0 +1,1 @@
+"""MultiTokenizerRouter and the rank choice."""

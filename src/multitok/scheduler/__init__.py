@@ -1,0 +1,1 @@
+"""Admission, the engine loop and step output."""

@@ -1,0 +1,1 @@
+"""A request's life in one HTTP process: tokenization, state, results, abort."""
