@@ -1,0 +1,106 @@
+"""Every option and its default, once: `ServerArgs` is what the user chose, `PortArgs` what a process binds.
+
+Both cross to the children as msgpack in shared memory; the command line (`cli.options`) is derived from the
+annotations here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+
+
+class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options of ``multitok serve``."""
+
+    model: Annotated[
+        str | None,
+        Meta(description="GGUF file, OpenVINO folder, Hugging Face folder or hub id; default: SmolLM2-135M-Instruct"),
+    ] = None
+    served_model_name: Annotated[str | None, Meta(description="name in /v1/models and in answers")] = None
+    tokenizer: Annotated[
+        str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
+    ] = None
+    engine: Annotated[
+        str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")
+    ] = "openvino"
+    engine_arg: Annotated[
+        list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
+    ] = []
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
+    tokenizer_worker_num: Annotated[
+        int, Meta(ge=1, le=256, description="HTTP workers; 1 is single mode, without a router")
+    ] = 1
+    detokenizer_worker_num: Annotated[
+        int, Meta(ge=0, le=64, description="detokenizer processes; 0: each HTTP worker decodes for itself")
+    ] = 1
+    data_parallel_size: Annotated[int, Meta(ge=1, le=64, description="schedulers, each with its own engine")] = 1
+    disaggregation_mode: Annotated[
+        Literal["null", "prefill", "decode"], Meta(description="role of the engine in prefill/decode disaggregation")
+    ] = "null"
+    context_length: Annotated[
+        PositiveInt | None, Meta(description="most prompt plus output ids; default: the model's")
+    ] = None
+    max_running_requests: Annotated[
+        PositiveInt | None, Meta(description="requests in the engine at once, per rank; default: the engine's")
+    ] = None
+    max_queued_requests: Annotated[
+        int, Meta(ge=0, description="requests waiting for the engine, per rank; past it a client gets 503")
+    ] = 2048
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 32 * 1024 * 1024
+    max_prompts: Annotated[int, Meta(ge=1, description="most prompts in one request, and most choices n")] = 2048
+    keep_alive_timeout: Annotated[int, Meta(ge=1, description="seconds an idle connection is kept")] = 75
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM")
+    ] = 30.0
+    start_timeout: Annotated[float, Meta(gt=0, description="seconds that the parts get to become ready")] = 600.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severe messages shown")
+    ] = "info"
+    cache_dir: Annotated[
+        str | None, Meta(description="where converted tokenizers are kept; default: the user's cache directory")
+    ] = None
+
+    @property
+    def multi(self) -> bool:
+        """Whether there are several HTTP workers, and so a router."""
+        return self.tokenizer_worker_num > 1
+
+
+class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the parts meet; the same for every process of one start.
+
+    Attributes
+    ----------
+    runtime_dir : str
+        Private directory (0700) of the unix sockets; address ``x`` is the socket ``runtime_dir/x``.
+    start_token : bytes
+        8 random bytes in front of every frame of this start.
+    request_ipc_names : list of str
+        Addresses that HTTP workers send requests to: the router's, or in single mode each rank's scheduler.
+    scheduler_ipc_names : list of str
+        Input address of each rank's scheduler.
+    detokenizer_ipc_names : list of str
+        Input address of each detokenizer; empty when owners decode for themselves.
+    control_ipc_name : str or None
+        Address for control replies: the router's; None in single mode, where they go straight to their owner.
+    board_name : str
+        Shared block of the load board.
+    """
+
+    runtime_dir: str
+    start_token: bytes
+    request_ipc_names: list[str]
+    scheduler_ipc_names: list[str]
+    detokenizer_ipc_names: list[str]
+    control_ipc_name: str | None
+    board_name: str
+
+    def endpoint(self, address: str) -> str:
+        """ZeroMQ endpoint of a short address."""
+        return f"ipc://{self.runtime_dir}/{address}"
