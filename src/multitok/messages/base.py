@@ -7,9 +7,11 @@ keeps the garbage collector from walking them, which is safe because no message 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from multitok.messages.columns import Rows
 
 FinishType = Literal["stop", "length", "abort", "error"]
 
@@ -62,5 +64,5 @@ class BaseBatchReq(msgspec.Struct, array_like=True, gc=False, kw_only=True):
         Owner of each row.
     """
 
-    numbers: list[int]
-    http_worker_ipcs: list[str | None] | None = None
+    numbers: Annotated[list[int], Rows()]
+    http_worker_ipcs: Annotated[list[str | None] | None, Rows()] = None

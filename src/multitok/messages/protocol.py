@@ -1,0 +1,24 @@
+"""The protocol's hash: two processes that agree on it declare all messages alike."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import typing
+
+import msgspec
+
+from multitok.messages import base, sampling, to_child, to_detokenizer, to_launcher, to_scheduler, to_tokenizer
+
+
+@functools.cache
+def protocol_hash() -> str:
+    """Return 16 hex digits over the name, tag, fields and types of every message."""
+    digest = hashlib.sha256()
+    for module in (base, sampling, to_scheduler, to_detokenizer, to_tokenizer, to_launcher, to_child):
+        for name, value in sorted(vars(module).items()):
+            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:
+                hints = typing.get_type_hints(value, include_extras=True)
+                fields = [(field, str(hints[field])) for field in value.__struct_fields__]
+                digest.update(repr((name, value.__struct_config__.tag, fields)).encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,36 @@
+"""Messages from the launcher to a child, over its channel."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Start(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """To an HTTP worker: the schedulers are up; `block` is the shared block with `scheduler_info`."""
+
+    block: str
+
+
+class OwnerStarted(msgspec.Struct, array_like=True, tag=2, gc=False):
+    """The owner at `address` is ready."""
+
+    address: str
+
+
+class OwnerDied(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """The owner at `address` is gone for good."""
+
+    address: str
+
+
+class Drain(msgspec.Struct, array_like=True, tag=4, gc=False):
+    """To an HTTP worker: stop accepting, finish what runs within `timeout` seconds, then exit."""
+
+    timeout: float
+
+
+class Stop(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """Exit now, in order."""
+
+
+ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop

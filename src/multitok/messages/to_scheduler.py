@@ -1,0 +1,181 @@
+"""Messages that a scheduler receives, through the router in multi mode.
+
+On the wire each is a pair of frames, header and payload; a message of several pairs is a batch whose children may go
+to different ranks. The router reads headers only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from multitok.messages.base import BaseBatchReq, BaseReq
+from multitok.messages.sampling import SamplingParams
+
+
+class Kind(IntEnum):
+    """What a pair of frames is, for the router: a request goes to one rank, anything else to all."""
+
+    GENERATE = 1
+    EMBEDDING = 2
+    ABORT = 3
+    ACK = 4
+    CONTROL = 5
+
+
+REQUEST_KINDS = frozenset({Kind.GENERATE, Kind.EMBEDDING})
+
+
+class Header(msgspec.Struct, array_like=True, gc=False):
+    """What routing needs to know.
+
+    Attributes
+    ----------
+    kind : int
+        A `Kind`.
+    number : int
+        The request.
+    owner : str or None
+        Address that answers go to.
+    model, detokenizer : int
+        Index of the model, and of the detokenizer that the owner chose.
+    rank : int or None
+        Rank that is wanted, if any.
+    prompt_length, token_limit : int
+        Prompt ids, and most output ids.
+    prefix_hashes : bytes or None
+        Hash chain of the prompt's first blocks, 8 bytes each.
+    priority : int
+        Larger first.
+    """
+
+    kind: int
+    number: int
+    owner: str | None
+    model: int = 0
+    detokenizer: int = 0
+    rank: int | None = None
+    prompt_length: int = 0
+    token_limit: int = 0
+    prefix_hashes: bytes | None = None
+    priority: int = 0
+
+
+class DecodeParams(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """How a request's ids become text; travels to the detokenizer with the request's first ids.
+
+    Attributes
+    ----------
+    prompt_tail : bytes
+        Last prompt ids, packed int32, for raw completions; empty for chat.
+    stop : list of str or None
+        Stop strings.
+    skip_special_tokens : bool
+        Leave special tokens out.
+    min_new_tokens : int
+        No stop string counts before this many output ids.
+    stream : bool
+        False: text is held until the request ends.
+    """
+
+    prompt_tail: bytes = b""
+    stop: list[str] | None = None
+    skip_special_tokens: bool = True
+    min_new_tokens: int = 0
+    stream: bool = True
+
+
+class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
+    """A tokenized request for generation.
+
+    Attributes
+    ----------
+    rid : str or None
+        The user's id.
+    input_ids : bytes
+        Prompt, packed int32 in native order.
+    sampling_params : SamplingParams
+        How ids are chosen.
+    decode_params : DecodeParams
+        How they become text.
+    detokenizer : int
+        Index of the detokenizer that the owner chose.
+    model : int
+        Index of the model.
+    priority : int
+        Larger first.
+    """
+
+    rid: str | None = None
+    input_ids: bytes
+    sampling_params: SamplingParams
+    decode_params: DecodeParams = DecodeParams()
+    detokenizer: int = 0
+    model: int = 0
+    priority: int = 0
+
+
+class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
+    """A tokenized request for one embedding; attributes as in `TokenizedGenerateReqInput`."""
+
+    rid: str | None = None
+    input_ids: bytes
+    detokenizer: int = 0
+    model: int = 0
+    priority: int = 0
+
+
+class AbortReq(BaseReq, tag=3, kw_only=True):
+    """End requests: the one that `number` names, those with the user's id `rid`, or all.
+
+    An abort by number also acknowledges the end of a request that has already finished.
+    """
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class AckReq(BaseReq, tag=4, kw_only=True):
+    """The owner has the ends of these requests; the scheduler may forget them."""
+
+    numbers: list[int] = []
+
+
+class GetInternalStateReq(BaseReq, tag=5, kw_only=True):
+    """Ask each scheduler for its state; `number` identifies the question."""
+
+
+class BatchTokenizedGenerateReqInput(BaseBatchReq, kw_only=True):
+    """Sub-requests that fan out from one call; on the wire they are just their children."""
+
+    batch: list[TokenizedGenerateReqInput]
+
+
+class BatchTokenizedEmbeddingReqInput(BaseBatchReq, kw_only=True):
+    """Sub-requests for embeddings that fan out from one call."""
+
+    batch: list[TokenizedEmbeddingReqInput]
+
+
+ToScheduler = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | AbortReq | AckReq | GetInternalStateReq
+KIND_OF: dict[type[ToScheduler], Kind] = {
+    TokenizedGenerateReqInput: Kind.GENERATE,
+    TokenizedEmbeddingReqInput: Kind.EMBEDDING,
+    AbortReq: Kind.ABORT,
+    AckReq: Kind.ACK,
+    GetInternalStateReq: Kind.CONTROL,
+}
+
+
+def header_of(message: ToScheduler) -> Header:
+    """Return the header of a message."""
+    header = Header(KIND_OF[type(message)], message.number, message.http_worker_ipc)
+    if isinstance(message, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
+        header.model = message.model
+        header.detokenizer = message.detokenizer
+        header.prompt_length = len(message.input_ids) // 4
+        header.priority = message.priority
+        if isinstance(message, TokenizedGenerateReqInput):
+            header.token_limit = message.sampling_params.max_new_tokens
+    return header

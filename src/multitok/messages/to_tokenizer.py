@@ -1,0 +1,44 @@
+"""Messages that an owner receives: from the detokenizers, from schedulers where it decodes itself, from the router."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from multitok.messages.base import BaseReq
+from multitok.messages.columns import Rows
+from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, TokenOutput
+
+
+class BatchStrOutput(TokenOutput, tag=18, kw_only=True):
+    """New text and ids of one step, for one owner.
+
+    Attributes
+    ----------
+    output_strs : list of str
+        New text of each row; what it says is final.
+    """
+
+    output_strs: Annotated[list[str], Rows()]
+
+
+class GetInternalStateReqOutput(BaseReq, tag=19, kw_only=True):
+    """A scheduler's answer to `GetInternalStateReq`.
+
+    Attributes
+    ----------
+    rank : int
+        Who answers.
+    running, queued, unacknowledged : int
+        Requests in the engine, waiting for it, and finished without the owner's acknowledgement.
+    kv_used : float
+        Used part of the KV cache, 0 to 1.
+    """
+
+    rank: int
+    running: int
+    queued: int
+    unacknowledged: int
+    kv_used: float
+
+
+ToTokenizer = BatchStrOutput | BatchTokenIDOutput | BatchEmbeddingOutput | GetInternalStateReqOutput
