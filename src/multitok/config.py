@@ -25,9 +25,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: Annotated[
         str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
     ] = None
-    engine: Annotated[
-        str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")
-    ] = "openvino"
+    engine: Annotated[str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")] = (
+        "openvino"
+    )
     engine_arg: Annotated[
         list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
     ] = []
@@ -73,7 +73,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the parts meet; the same for every process of one start.
+    """Where the parts of one start meet, and which part this process is.
 
     Attributes
     ----------
@@ -81,25 +81,35 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         Private directory (0700) of the unix sockets; address ``x`` is the socket ``runtime_dir/x``.
     start_token : bytes
         8 random bytes in front of every frame of this start.
-    request_ipc_names : list of str
-        Addresses that HTTP workers send requests to: the router's, or in single mode each rank's scheduler.
+    tokenizer_file : str
+        The tokenizer.json that this start uses.
+    router_ipc_name : str or None
+        Address that HTTP workers send requests to; None in single mode, where they go to the schedulers directly.
+    control_ipc_name : str or None
+        Address for control replies: the router's; None in single mode, where they go straight to their owner.
     scheduler_ipc_names : list of str
         Input address of each rank's scheduler.
     detokenizer_ipc_names : list of str
         Input address of each detokenizer; empty when owners decode for themselves.
-    control_ipc_name : str or None
-        Address for control replies: the router's; None in single mode, where they go straight to their owner.
-    board_name : str
-        Shared block of the load board.
+    index, life : int
+        Which one of its role this process is, and which life of it.
+    channel_fd : int
+        Descriptor of this process's channel to the launcher.
+    listen_fds : dict of str to int
+        Listening sockets that were passed to this process, by address; ``http`` is the shared HTTP socket.
     """
 
     runtime_dir: str
     start_token: bytes
-    request_ipc_names: list[str]
+    tokenizer_file: str
+    router_ipc_name: str | None
+    control_ipc_name: str | None
     scheduler_ipc_names: list[str]
     detokenizer_ipc_names: list[str]
-    control_ipc_name: str | None
-    board_name: str
+    index: int = 0
+    life: int = 1
+    channel_fd: int = -1
+    listen_fds: dict[str, int] = {}
 
     def endpoint(self, address: str) -> str:
         """ZeroMQ endpoint of a short address."""

@@ -82,6 +82,47 @@ def take_rows(output: _Batch, indexes: list[int]) -> _Batch:
     return _take_group(output, indexes)
 
 
+def concatenate(batches: list[_Batch]) -> _Batch:
+    """Return the rows of several batches of one type as one batch, in canonical form; the inverse of splitting.
+
+    What is shared by a batch's rows is taken from the first batch that has it.
+    """
+    return _join_groups(batches, [len(batch.numbers) for batch in batches])
+
+
+def _join_groups(groups: list[_Struct], sizes: list[int]) -> _Struct:
+    group_type = type(groups[0])
+    joined: dict[str, Any] = {}
+    for name, column in columns_of(group_type).items():
+        values = [getattr(group, name) for group in groups]
+        present = [value for value in values if value is not None]
+        if not present:
+            continue
+        match column:
+            case Rows():
+                joined[name] = _join_rows(values, sizes)
+            case Lengths():
+                joined[name] = [n for value, size in zip(values, sizes, strict=True) for n in value or [1] * size]
+            case Packed():
+                joined[name] = b"".join(present)
+            case Shared():
+                joined[name] = present[0]
+            case Columns():
+                keys = dict.fromkeys(key for value in present for key in value)
+                joined[name] = {key: _join_rows([(v or {}).get(key) for v in values], sizes) for key in keys}
+            case Group():
+                empty = type(present[0])()
+                joined[name] = _join_groups([value or empty for value in values], sizes)
+    return group_type(**joined)
+
+
+def _join_rows(values: list[list[Any] | None], sizes: list[int]) -> list[Any]:
+    rows: list[Any] = []
+    for value, size in zip(values, sizes, strict=True):
+        rows += [None] * size if value is None else value + [None] * (size - len(value))
+    return rows
+
+
 def _take_group(output: _Struct, indexes: list[int]) -> _Struct:
     taken = {}
     for name, column in columns_of(type(output)).items():

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from multitok.messages.base import BaseBatchReq, FinishReason
+from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.columns import Columns, Group, Lengths, Packed, Rows, Shared
 from multitok.messages.to_scheduler import DecodeParams
 
@@ -148,4 +148,19 @@ class BatchIdentity(BaseBatchReq, tag=16, kw_only=True):
     """The leading fields of a `BatchTokenIDOutput`: whom to tell when the rest can't be decoded."""
 
 
-ToDetokenizer = BatchTokenIDOutput | BatchEmbeddingOutput
+class RefusedReq(BaseReq, tag=20, kw_only=True):
+    """A scheduler won't take a request; nothing of it was started. No batch: it goes to its one owner.
+
+    Attributes
+    ----------
+    status : int
+        HTTP status.
+    message : str
+        Why, in words meant for the client.
+    """
+
+    status: int
+    message: str
+
+
+ToDetokenizer = BatchTokenIDOutput | BatchEmbeddingOutput | RefusedReq

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from multitok.messages.base import BaseReq
 from multitok.messages.columns import Rows
-from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, TokenOutput
+from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq, TokenOutput
 
 
 class BatchStrOutput(TokenOutput, tag=18, kw_only=True):
@@ -41,4 +41,4 @@ class GetInternalStateReqOutput(BaseReq, tag=19, kw_only=True):
     kv_used: float
 
 
-ToTokenizer = BatchStrOutput | BatchTokenIDOutput | BatchEmbeddingOutput | GetInternalStateReqOutput
+ToTokenizer = BatchStrOutput | BatchTokenIDOutput | BatchEmbeddingOutput | RefusedReq | GetInternalStateReqOutput

@@ -1,0 +1,7 @@
+"""``python -m multitok``."""
+
+import sys
+
+from multitok.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,128 @@
+"""DetokenizerManager: receives ids from the schedulers and sends text to the owners."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.detokenizer.incremental import TextDecoder
+from multitok.detokenizer.multi_http_worker import MultiHttpWorkerDetokenizerMixin
+from multitok.detokenizer.step import DetokenizerStep
+from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.ipc.socket_mapping import SocketMapping
+from multitok.ipc.sockets import bind_pull, drain
+from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
+from multitok.messages.codec import FrameDecoder
+from multitok.messages.to_child import OwnerDied, Stop
+from multitok.messages.to_detokenizer import BatchIdentity, BatchTokenIDOutput, ToDetokenizer
+from multitok.messages.to_launcher import Ready
+from multitok.messages.to_tokenizer import BatchStrOutput
+
+_log = logging.getLogger(__name__)
+
+
+class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
+    """One detokenizer process.
+
+    Topology: scheduler(s) --BatchTokenIDOutput--> here --BatchStrOutput--> owner(s). One message comes per scheduler
+    and step, and one goes out per owner that has a row in it.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        The user's options.
+    port_args : PortArgs
+        Where the parts meet.
+    channel : LauncherChannel
+        To the launcher.
+    decoder : TextDecoder
+        The model's.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        port_args: PortArgs,
+        *,
+        channel: LauncherChannel,
+        decoder: TextDecoder,
+    ) -> None:
+        self.server_args = server_args
+        self.socket_mapping = SocketMapping(port_args)
+        self.step = DetokenizerStep(decoder)
+        self._channel = channel
+        address = port_args.detokenizer_ipc_names[port_args.index]
+        self._receive_from_scheduler = bind_pull(port_args.endpoint(address), port_args.listen_fds[address])
+        self._frames: FrameDecoder[ToDetokenizer] = FrameDecoder(port_args.start_token, ToDetokenizer)
+        self._identities: FrameDecoder[BatchIdentity] = FrameDecoder(port_args.start_token, BatchIdentity)
+        self._stopping = False
+
+    def event_loop(self) -> None:
+        """Serve one HTTP process until told to stop: what a step yields goes to the owner of its rows as it is."""
+        for output in self.outputs():
+            if isinstance(output, BaseReq):
+                owner = output.http_worker_ipc
+            else:
+                owner = output.http_worker_ipcs[0] if output.http_worker_ipcs else None
+            self.socket_mapping.send_output(owner, output)
+
+    def outputs(self) -> Iterator[BaseReq | BaseBatchReq]:
+        """Yield what owners are to be sent, until the launcher says stop.
+
+        Raises
+        ------
+        LauncherGone
+            The launcher has exited.
+        """
+        poller = zmq.Poller()
+        poller.register(self._receive_from_scheduler, zmq.POLLIN)
+        poller.register(self._channel.fileno(), zmq.POLLIN)
+        self._channel.send(Ready())
+        while not self._stopping:
+            for source, _ in poller.poll():
+                if source == self._channel.fileno():
+                    self._follow_launcher()
+                    continue
+                for frames in drain(self._receive_from_scheduler):
+                    output = self._handle(frames[0])
+                    if output is not None:
+                        yield output
+
+    def _follow_launcher(self) -> None:
+        for message in self._channel.receive():
+            if isinstance(message, OwnerDied):
+                self.socket_mapping.drop(message.address)
+            elif isinstance(message, Stop):
+                self._stopping = True
+
+    def _handle(self, frame: bytes) -> BaseReq | BaseBatchReq | None:
+        if not self._frames.is_ours(frame):
+            return None
+        try:
+            message = self._frames.decode(frame)
+        except msgspec.DecodeError as error:
+            _log.error("a step's output can't be decoded: %s", error)
+            return self._failed(frame)
+        return self.step(message) if isinstance(message, BatchTokenIDOutput) else message
+
+    def _failed(self, frame: bytes) -> BatchStrOutput | None:
+        """Return the failure of every request in a batch that can't be decoded, if its leading fields can be."""
+        try:
+            batch = self._identities.decode(frame)
+        except msgspec.DecodeError:
+            _log.exception("nor can the requests that it belongs to")
+            return None
+        rows = len(batch.numbers)
+        return BatchStrOutput(
+            numbers=batch.numbers,
+            http_worker_ipcs=batch.http_worker_ipcs,
+            output_ids=b"",
+            output_lengths=[0] * rows,
+            first_indexes=[0] * rows,
+            finished_reasons=[FinishReason("error", None, 500, "the answer could not be decoded")] * rows,
+            output_strs=[""] * rows,
+        )

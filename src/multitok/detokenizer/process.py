@@ -1,0 +1,45 @@
+"""The detokenizer process."""
+
+from __future__ import annotations
+
+import logging
+
+from tokenizers import Tokenizer
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.detokenizer.incremental import TextDecoder
+from multitok.detokenizer.manager import DetokenizerManager
+from multitok.ipc.launcher_channel import LauncherChannel
+
+_log = logging.getLogger(__name__)
+
+
+def run_detokenizer_process(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    detokenizer_manager_class: type[DetokenizerManager] = DetokenizerManager,
+) -> None:
+    """Run a detokenizer until the launcher says stop.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        The user's options; ``tokenizer_worker_num`` decides which loop runs.
+    port_args : PortArgs
+        Where the parts meet, and which detokenizer this is.
+    detokenizer_manager_class : type
+        What runs.
+
+    Raises
+    ------
+    LauncherGone
+        The launcher has exited.
+    """
+    channel = LauncherChannel(port_args.channel_fd)
+    decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file))
+    _log.info("decoding by %s", decoder.strategy)
+    manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder)
+    if server_args.multi:
+        manager.multi_http_worker_event_loop()
+    else:
+        manager.event_loop()

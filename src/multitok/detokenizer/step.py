@@ -1,0 +1,218 @@
+"""One step: a batch of ids becomes a batch of text. Both detokenizer loops and an owner that decodes itself call it."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from itertools import accumulate
+
+from multitok.detokenizer.incremental import DecodeState, TextDecoder
+from multitok.detokenizer.stop_strings import StopMatcher
+from multitok.messages.base import FinishReason
+from multitok.messages.split import concatenate, handle_output_by_index, take_rows
+from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras, TokenOutput
+from multitok.messages.to_scheduler import DecodeParams
+from multitok.messages.to_tokenizer import BatchStrOutput
+
+_log = logging.getLogger(__name__)
+_PASSED_ON = TokenOutput.__struct_fields__
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+
+
+class _Request:
+    """A running request's text."""
+
+    __slots__ = ("decode", "held", "min_new_tokens", "stops", "stream")
+
+    def __init__(self, decoder: TextDecoder, params: DecodeParams) -> None:
+        self.decode: DecodeState = decoder.start(array("i", params.prompt_tail), params.skip_special_tokens)
+        self.stops = StopMatcher(params.stop) if params.stop else None
+        self.min_new_tokens = params.min_new_tokens
+        self.stream = params.stream
+        self.held: list[BatchStrOutput] = []
+
+    def push(self, ids: array[int], first_index: int) -> tuple[str, int | None, str | None]:
+        """Return the text of new ids, and where a stop string ended it: after how many of the ids, and which."""
+        if self.stops is None:
+            return (self.decode.push(ids[0]) if len(ids) == 1 else self.decode.push_many(ids)), None, None
+        text = ""
+        for i, token_id in enumerate(ids):
+            delta = self.decode.push(token_id)
+            if first_index + i + 1 < self.min_new_tokens:
+                text += delta
+                continue
+            delta, matched = self.stops.push(delta)
+            text += delta
+            if matched is not None:
+                return text, i + 1, matched
+        return text, None, None
+
+    def flush(self) -> tuple[str, str | None]:
+        """Return the text that was held back, and the stop string in it."""
+        text = self.decode.flush()
+        if self.stops is None:
+            return text, None
+        text, matched = self.stops.push(text)
+        return (text if matched is not None else text + self.stops.flush()), matched
+
+
+class DetokenizerStep:
+    """Turns batches of ids into batches of text; holds the state of running requests.
+
+    Parameters
+    ----------
+    decoder : TextDecoder
+        The model's.
+    """
+
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
+        self._requests: dict[int, _Request] = {}
+        # Requests that a stop string has ended here, until the scheduler's last word on them.
+        self._tombstones: set[int] = set()
+
+    def __len__(self) -> int:
+        """Return how many requests have state here."""
+        return len(self._requests) + len(self._tombstones)
+
+    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:
+        """Decode a batch.
+
+        Parameters
+        ----------
+        batch : BatchTokenIDOutput
+            New ids of one step.
+
+        Returns
+        -------
+        BatchStrOutput or None
+            Text for the owners; None when there is nothing to tell them.
+        """
+        ids = array("i", batch.output_ids)
+        lengths = batch.output_lengths
+        ends = None if lengths is None else list(accumulate(lengths))
+        decode_params, finished = batch.decode_params, batch.finished_reasons
+        requests = self._requests
+        texts: list[str] = []
+        kept: list[int] = []
+        changed: list[BatchStrOutput] = []
+        for i, number in enumerate(batch.numbers):
+            if decode_params is not None and (params := decode_params[i]) is not None:
+                requests[number] = _Request(self._decoder, params)
+            finish = None if finished is None else finished[i]
+            request = requests.get(number)
+            if request is None:
+                if (row := self._without_state(batch, i, finish)) is not None:
+                    changed.append(row)
+                continue
+            row_ids = ids[i : i + 1] if ends is None or lengths is None else ids[ends[i] - lengths[i] : ends[i]]
+            # The id that ended the request is counted but is no part of its text.
+            unseen = 1 if finish is not None and finish.matched is not None and row_ids else 0
+            try:
+                text, cut, matched = request.push(
+                    row_ids[: len(row_ids) - unseen] if unseen else row_ids, batch.first_indexes[i]
+                )
+                if finish is not None and matched is None:
+                    rest, matched = request.flush()
+                    text += rest
+            except Exception as error:
+                _log.exception("request %d: its ids can't be decoded", number)
+                cut, text = 0, ""
+                changed.append(self._end(batch, i, text, cut, FinishReason("error", None, 500, str(error)), request))
+                self._forget(number, finish)
+                continue
+            if matched is not None:
+                changed.append(self._end(batch, i, text, cut, FinishReason("stop", matched), request))
+                self._forget(number, finish)
+            elif request.stream:
+                texts.append(text)
+                kept.append(i)
+                if finish is not None:
+                    del requests[number]
+            else:
+                request.held.append(_with_text(handle_output_by_index(batch, i), [text]))
+                if finish is not None:
+                    changed.append(_joined(request.held))
+                    del requests[number]
+        return self._assemble(batch, texts, kept, changed)
+
+    def _assemble(
+        self, batch: BatchTokenIDOutput, texts: list[str], kept: list[int], changed: list[BatchStrOutput]
+    ) -> BatchStrOutput | None:
+        if len(kept) == len(batch.numbers):
+            return _with_text(batch, texts)
+        parts = changed
+        if kept:
+            parts = [_with_text(take_rows(batch, kept), texts), *changed]
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else concatenate(parts)
+
+    def _without_state(self, batch: BatchTokenIDOutput, i: int, finish: FinishReason | None) -> BatchStrOutput | None:
+        """Return what the owner is told of a row whose request has no state here."""
+        number = batch.numbers[i]
+        if number in self._tombstones:
+            if finish is not None:
+                self._tombstones.discard(number)
+            return None
+        if finish is None:
+            _log.error("request %d: ids came without the beginning of the request", number)
+            self._tombstones.add(number)
+            finish = FinishReason("error", None, 500, "the beginning of the answer was lost")
+        # A refusal, or the end of a request that was aborted before its first id.
+        return _cut(_with_text(handle_output_by_index(batch, i), [""]), 0, finish)
+
+    def _end(
+        self, batch: BatchTokenIDOutput, i: int, text: str, cut: int | None, finish: FinishReason, request: _Request
+    ) -> BatchStrOutput:
+        row = _cut(_with_text(handle_output_by_index(batch, i), [text]), cut, finish)
+        return _joined([*request.held, row])
+
+    def _forget(self, number: int, finish: FinishReason | None) -> None:
+        del self._requests[number]
+        if finish is None:
+            self._tombstones.add(number)
+
+
+def _with_text(batch: BatchTokenIDOutput, texts: list[str]) -> BatchStrOutput:
+    return BatchStrOutput(output_strs=texts, **{name: getattr(batch, name) for name in _PASSED_ON})
+
+
+def _cut(row: BatchStrOutput, length: int | None, finish: FinishReason) -> BatchStrOutput:
+    """End a batch of one row after `length` of its ids (None: all)."""
+    row.finished_reasons = [finish]
+    if length is not None:
+        row.output_ids = row.output_ids[: length * 4]
+        row.output_lengths = None if length == 1 else [length]
+        if row.extras is not None:
+            _cut_logprobs(row.extras, length)
+    row.completion_tokens = [row.first_indexes[0] + len(row.output_ids) // 4]
+    return row
+
+
+def _cut_logprobs(extras: OutputExtras, length: int) -> None:
+    for name in _PER_TOKEN:
+        column = getattr(extras, name)
+        if column is not None and column[0] is not None:
+            setattr(extras, name, [column[0][:length]])
+
+
+def _joined(rows: list[BatchStrOutput]) -> BatchStrOutput:
+    """Return consecutive rows of one request as one row, which has the last one's end."""
+    last = rows[-1]
+    if len(rows) == 1:
+        return last
+    last.output_ids = b"".join([row.output_ids for row in rows])
+    last.output_strs = ["".join([row.output_strs[0] for row in rows])]
+    last.first_indexes = rows[0].first_indexes
+    last.cached_tokens = rows[0].cached_tokens
+    length = len(last.output_ids) // 4
+    last.output_lengths = None if length == 1 else [length]
+    with_extras = [row.extras for row in rows if row.extras is not None]
+    if with_extras:
+        last.extras = last.extras or OutputExtras()
+        for name in _PER_TOKEN:
+            columns = [column for extras in with_extras if (column := getattr(extras, name)) is not None]
+            if columns:
+                setattr(last.extras, name, [[entry for column in columns for entry in column[0]]])
+    return last

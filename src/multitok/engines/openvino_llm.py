@@ -1,0 +1,333 @@
+"""Text generation on OpenVINO GenAI: continuous batching, paged attention, prefix caching, from GGUF or OpenVINO IR.
+
+`step` holds the GIL for its whole time, so nothing else in this process runs meanwhile; ``max_num_batched_tokens`` keeps
+it short, also when a long prompt comes in.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
+from multitok.engines.openvino_runtime import error_text, ov  # before openvino_genai, which imports openvino
+from multitok.engines.options import OptionReader
+from multitok.messages.base import FinishReason
+from multitok.messages.sampling import SamplingParams
+
+import openvino_genai as genai  # isort: skip
+from openvino_genai.py_openvino_genai import GenerationFinishReason  # isort: skip
+
+from multitok.engines.openvino_grammar import GrammarChecker, structured_output_config  # isort: skip
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS = ("f32", "f16", "bf16", "u8", "i8", "u4")
+DEFAULT_KV_CACHE_GB = 2
+DEFAULT_BATCHED_TOKENS = 128
+# Below this, dividing by the temperature leaves the range of float32, and the choice is the greedy one anyway.
+GREEDY_TEMPERATURE = 1e-5
+
+SAMPLING = [
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "grammar",
+]
+GRAMMARS = ["json_object", "json_schema", "regex", "ebnf"]
+
+
+class _Live:
+    """A request in the pipeline."""
+
+    __slots__ = ("handle", "logprobs", "number", "started")
+
+    def __init__(self, number: int, handle: Any, logprobs: bool) -> None:
+        self.number = number
+        self.handle = handle
+        self.logprobs = logprobs
+        self.started = False
+
+
+class OpenVINOEngine:
+    """A language model on OpenVINO GenAI's continuous batching pipeline.
+
+    Parameters
+    ----------
+    model_path : Path
+        A GGUF file, or a folder with ``openvino_model.xml``.
+    options : dict of str to str
+        ``device`` (CPU); ``num_threads`` (all cores); ``kv_cache_gb`` whole gigabytes (2) or ``kv_cache_tokens``;
+        ``max_num_batched_tokens`` most ids that a step works on (128, or `max_running_requests` if that is more);
+        ``prefix_caching`` (true); ``kv_cache_precision`` and ``inference_precision`` (f32 on CPU);
+        ``dynamic_quantization`` group size in which activations are rounded to 8 bits (0, off): about twice the
+        throughput, but a request's ids then depend on what runs beside it.
+    eos_token_ids : sequence of int
+        Ids that end a generation.
+    context_length : int
+        Most prompt ids plus output ids of one request; lowered to what the KV cache holds.
+    vocab_size : int
+        Ids are in ``[0, vocab_size)``.
+    max_running_requests : int or None
+        Most requests at once; None is ``max_num_batched_tokens``, as every running request needs one id per step.
+
+    Raises
+    ------
+    ValueError
+        An option is unknown or wrong, or OpenVINO can't load the model.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        options: dict[str, str],
+        *,
+        eos_token_ids: Sequence[int],
+        context_length: int,
+        vocab_size: int,
+        max_running_requests: int | None = None,
+    ) -> None:
+        read = OptionReader("openvino", options)
+        device = read.text("device") or "CPU"
+        on_cpu = device.upper() == "CPU"
+        exact = "f32" if on_cpu else None
+        properties: dict[str, Any] = {
+            "KV_CACHE_PRECISION": read.choice("kv_cache_precision", PRECISIONS) or exact,
+            "INFERENCE_PRECISION_HINT": read.choice("inference_precision", PRECISIONS[:3]) or exact,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": read.integer("dynamic_quantization"),
+            "INFERENCE_NUM_THREADS": read.integer("num_threads", minimum=1),
+        }
+        if on_cpu and properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] is None:
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
+        config = genai.SchedulerConfig()
+        kv_cache_gb = read.integer("kv_cache_gb", minimum=1)
+        kv_cache_tokens = read.integer("kv_cache_tokens", minimum=1)
+        batched = read.integer("max_num_batched_tokens", minimum=1)
+        prefix_caching = read.flag("prefix_caching")
+        read.done()
+        if kv_cache_gb is not None and kv_cache_tokens is not None:
+            raise ValueError("options 'kv_cache_gb' and 'kv_cache_tokens' of engine 'openvino' exclude each other")
+        # The paged attention of the CPU plugin works on blocks of 32 tokens, that of the GPU plugin on 16.
+        self._block_size = 32 if on_cpu else 16
+        if kv_cache_tokens is not None:
+            config.num_kv_blocks = -(-kv_cache_tokens // self._block_size)
+        else:
+            config.cache_size = kv_cache_gb or DEFAULT_KV_CACHE_GB
+        config.max_num_batched_tokens = batched or max(DEFAULT_BATCHED_TOKENS, max_running_requests or 0)
+        config.max_num_seqs = max_running_requests or config.max_num_batched_tokens
+        config.enable_prefix_caching = prefix_caching is not False
+
+        started = time.monotonic()
+        given = {name: str(value) for name, value in properties.items() if value is not None}
+        try:
+            self._pipeline = genai.ContinuousBatchingPipeline(str(model_path), config, device, given)
+        except RuntimeError as error:
+            raise ValueError(f"OpenVINO can't load {model_path}: {error_text(error)}") from error
+        self._live: dict[int, _Live] = {}
+        # The pipeline's own request ids: two requests with one id would leave it broken.
+        self._pipeline_ids = 0
+        self._eos = list(eos_token_ids)
+        self._kv_tokens = self._warm_up() * self._block_size
+        self._info = EngineInfo(
+            name="openvino",
+            version=str(genai.__version__),
+            task="generate",
+            vocab_size=vocab_size,
+            context_length=min(context_length, self._kv_tokens),
+            eos_token_ids=self._eos,
+            sampling=SAMPLING,
+            grammars=GRAMMARS,
+            max_running_requests=config.max_num_seqs,
+        )
+        self._grammars = GrammarChecker(self._pipeline.get_tokenizer(), vocab_size)
+        logger.info(
+            "loaded %s on %s in %.1f s: KV cache for %d tokens, context %d",
+            Path(model_path).name,
+            device,
+            time.monotonic() - started,
+            self._kv_tokens,
+            self._info.context_length,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is and can do."""
+        return self._info
+
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
+        """Take a request; see `Engine.add_request`."""
+        if number in self._live:
+            raise ValueError(f"request {number} is in the engine already")
+        ids = np.frombuffer(input_ids, dtype=np.int32)
+        self._check_prompt(ids, params)
+        config = self._generation_config(params)
+        self._pipeline_ids += 1
+        try:
+            tensor = ov.Tensor(ids.astype(np.int64).reshape(1, -1))
+            handle = self._pipeline.add_request(self._pipeline_ids, tensor, config)
+        except RuntimeError as error:
+            raise EngineRefusal(400, error_text(error)) from error
+        self._live[number] = _Live(number, handle, params.logprobs is not None)
+
+    def abort(self, number: int) -> None:
+        """Cancel a request; the next step frees its blocks. An unknown number is ignored."""
+        live = self._live.pop(number, None)
+        if live is not None:
+            live.handle.cancel()
+
+    def step(self) -> list[EngineOutput]:
+        """Run one iteration of the pipeline and collect what it made."""
+        self._pipeline.step()
+        outputs: list[EngineOutput] = []
+        for live in self._live.values():
+            if live.handle.can_read():
+                outputs.append(self._collect(live))
+        for output in outputs:
+            if output.finish is not None:
+                del self._live[output.number]
+        return outputs
+
+    def has_unfinished(self) -> bool:
+        """Whether a request runs, waits or has yet to be freed."""
+        return bool(self._pipeline.has_non_finished_requests())
+
+    def load(self) -> EngineLoad:
+        """Return load figures; ``waiting`` are the requests that have no output yet."""
+        if not self._live:
+            return EngineLoad(0, 0, 0.0)
+        running = sum(live.started for live in self._live.values())
+        used = self._pipeline.get_metrics().cache_usage / 100
+        return EngineLoad(running, len(self._live) - running, min(1.0, used))
+
+    def shutdown(self) -> None:
+        """Cancel what runs, let the pipeline free it, and release the model."""
+        for number in list(self._live):
+            self.abort(number)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        self._grammars.close()
+        del self._pipeline
+
+    def _warm_up(self) -> int:
+        """Generate once, which compiles the kernels, and return the number of KV blocks."""
+        config = genai.GenerationConfig()
+        config.max_new_tokens = 2
+        config.ignore_eos = True
+        handle = self._pipeline.add_request(0, ov.Tensor(np.zeros((1, 2), dtype=np.int64)), config)
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        # This request had one block; its part of the whole, in per cent, is the only way to learn the whole.
+        usage = self._pipeline.get_metrics().cache_usage
+        if not handle.can_read() or usage <= 0:
+            raise ValueError("the model did not generate a token at start")
+        return round(100 / usage)
+
+    def _check_prompt(self, ids: np.ndarray[Any, np.dtype[np.int32]], params: SamplingParams) -> None:
+        """Refuse what the pipeline would take and answer with nonsense, or silence."""
+        if not ids.size:
+            raise EngineRefusal(400, "the prompt has no tokens")
+        if ids.min() < 0 or ids.max() >= self._info.vocab_size:
+            raise EngineRefusal(400, f"token ids must be from 0 to {self._info.vocab_size - 1}")
+        total = ids.size + params.max_new_tokens
+        if total > self._info.context_length:
+            raise EngineRefusal(
+                400,
+                f"the prompt has {ids.size} tokens and up to {params.max_new_tokens} are to be generated, "
+                f"but there is room for {self._info.context_length}",
+            )
+
+    def _generation_config(self, params: SamplingParams) -> Any:
+        config = genai.GenerationConfig()
+        config.max_new_tokens = params.max_new_tokens
+        config.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+        config.repetition_penalty = params.repetition_penalty
+        config.presence_penalty = params.presence_penalty
+        config.frequency_penalty = params.frequency_penalty
+        if params.temperature > GREEDY_TEMPERATURE:
+            config.do_sample = True
+            config.temperature = params.temperature
+            config.top_p = params.top_p
+            # 1.0, only the likeliest id, is outside the range that the pipeline takes.
+            config.min_p = min(params.min_p, 1 - 1e-6)
+            if params.top_k:
+                config.top_k = params.top_k
+            # The generator takes 32 bits. Without a seed of its own every request would get the same one.
+            config.rng_seed = random.getrandbits(32) if params.seed is None else params.seed & 0xFFFFFFFF
+        self._set_stops(config, params)
+        if params.logprobs:
+            raise EngineRefusal(
+                400, "this engine gives only the chosen token's log probability: top_logprobs must be 0"
+            )
+        if params.logit_bias:
+            raise EngineRefusal(400, "this engine has no logit_bias")
+        if params.logprobs is not None:
+            config.logprobs = 1
+        if params.grammar is not None:
+            problem = self._grammars.check(params.grammar)
+            if problem is not None:
+                raise EngineRefusal(400, f"the {params.grammar.kind} can't be enforced: {problem}")
+            config.structured_output_config = structured_output_config(params.grammar)
+        try:
+            config.validate()
+        except RuntimeError as error:
+            raise EngineRefusal(400, error_text(error)) from error
+        return config
+
+    def _set_stops(self, config: Any, params: SamplingParams) -> None:
+        """Set the ids that end the request.
+
+        The pipeline's ``ignore_eos`` ignores the other stop ids too, and it wants the end-of-sequence id among the stop
+        ids; so with ``ignore_eos`` one of the stop ids plays the end-of-sequence id.
+        """
+        stops = set(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stops.update(self._eos)
+        if not stops:
+            config.ignore_eos = True
+            return
+        config.eos_token_id = self._eos[0] if self._eos and not params.ignore_eos else min(stops)
+        config.stop_token_ids = stops
+
+    def _collect(self, live: _Live) -> EngineOutput:
+        """Read what the pipeline made for a request."""
+        live.started = True
+        output = EngineOutput(live.number, [])
+        logprobs: list[float] = []
+        while live.handle.can_read():
+            parts = live.handle.read()
+            if not parts:
+                # Its status is IGNORED: the KV cache had no room for it, not even with everything else preempted.
+                message = "the KV cache has no room left for this request"
+                output.finish = FinishReason("error", status=503, message=message)
+                break
+            for part in parts.values():
+                output.output_ids += part.generated_ids
+                if live.logprobs:
+                    logprobs += part.generated_log_probs
+                if part.finish_reason != GenerationFinishReason.NONE:
+                    output.finish = self._finish(part.finish_reason, output.output_ids)
+        if live.logprobs:
+            output.logprobs = logprobs
+        return output
+
+    @staticmethod
+    def _finish(reason: Any, output_ids: list[int]) -> FinishReason:
+        if reason == GenerationFinishReason.LENGTH:
+            return FinishReason("length")
+        return FinishReason("stop", matched=output_ids[-1] if output_ids else None)

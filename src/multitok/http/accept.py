@@ -1,0 +1,143 @@
+"""Accepting connections: one shared listening socket, and the least loaded worker goes first.
+
+    kernel queue --+-- worker 1 (12 connections): accepts at once
+                   +-- worker 2 (14 connections): looks away for 2 ms, then takes what is still there
+                   +-- worker 3 (hung):           keeps nobody from accepting
+
+Every worker sees that the socket is readable. Who has more connections than the lowest on the load board hesitates;
+nobody waits for anybody, so a hung worker costs others a few milliseconds and no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+# Seconds that a worker hesitates per connection that it has above the lowest, and at most.
+HESITATION = 0.001
+MAX_HESITATION = 0.005
+# Seconds without accepting after running out of descriptors or memory.
+EXHAUSTED_PAUSE = 0.5
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class LoadSlot(Protocol):
+    """A worker's place on the load board."""
+
+    def set_connections(self, n: int) -> None:
+        """Publish the number of own connections."""
+        ...
+
+    def lowest_connections(self) -> int:
+        """Lowest number over all live workers, own included."""
+        ...
+
+
+class Acceptor:
+    """Accepts from a shared listening socket.
+
+    Parameters
+    ----------
+    listen_socket : socket.socket
+        Listening; made non-blocking here.
+    slot : LoadSlot
+        Own place on the load board.
+    protocol_factory : callable
+        Makes a connection's protocol, which must end in one call of `connection_closed`.
+
+    Attributes
+    ----------
+    connections : int
+        Open connections of this worker.
+    """
+
+    def __init__(
+        self, listen_socket: socket.socket, slot: LoadSlot, protocol_factory: Callable[[], asyncio.Protocol]
+    ) -> None:
+        self.connections = 0
+        self._socket = listen_socket
+        self._slot = slot
+        self._protocol_factory = protocol_factory
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._running = False
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._socket.setblocking(False)
+        self._slot.set_connections(self.connections)
+        self._running = True
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+
+    def stop(self) -> None:
+        """Stop accepting; what waits in the kernel's queue is left to the other workers."""
+        if not self._running:
+            return
+        self._running = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._loop.remove_reader(self._socket.fileno())
+
+    def connection_closed(self) -> None:
+        """Count a connection's end."""
+        self.connections -= 1
+        self._slot.set_connections(self.connections)
+
+    def _on_readable(self) -> None:
+        excess = self.connections - self._slot.lowest_connections()
+        if excess <= 0:
+            self._accept()
+        else:
+            self._look_away(min(excess * HESITATION, MAX_HESITATION), self._look_again)
+
+    def _look_away(self, seconds: float, then: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._socket.fileno())
+        self._timer = self._loop.call_later(seconds, then)
+
+    def _look_again(self) -> None:
+        """Take what is still there after hesitating, whoever was meant to have it."""
+        self._timer = None
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+        self._accept()
+
+    def _resume(self) -> None:
+        self._timer = None
+        self._loop.add_reader(self._socket.fileno(), self._on_readable)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # Another worker was faster, or the client is gone.
+        except OSError as exc:
+            if exc.errno not in _EXHAUSTED:
+                logger.warning("accepting failed: %s", exc)
+            else:
+                logger.error("accepting pauses for %g seconds: %s", EXHAUSTED_PAUSE, exc)
+                self._look_away(EXHAUSTED_PAUSE, self._resume)
+            return
+        connection.setblocking(False)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connections += 1
+        self._slot.set_connections(self.connections)
+        task = self._loop.create_task(self._connect(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._protocol_factory, connection)
+        except OSError as exc:
+            logger.debug("a connection broke while it was set up: %s", exc)
+            connection.close()
+            self.connection_closed()

@@ -1,0 +1,138 @@
+"""The ASGI application: every route that is not hot, and the refusal of what does not exist."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from multitok.http.admin.health import HealthRoutes
+from multitok.http.admin.info import InfoRoute
+from multitok.http.errors import internal_error
+from multitok.http.native.abort import AbortRoute
+from multitok.http.native.tokens import TokenRoutes
+from multitok.http.openai.models import ModelRoutes
+from multitok.http.respond import error_response
+from multitok.tokenizer.requests import RequestError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from multitok.http.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+_WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
+
+
+def make_app(manager: Manager, hot_paths: Iterable[str], max_body_bytes: int, max_prompts: int) -> ASGIApp:
+    """Build the application.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    hot_paths : iterable of str
+        Paths whose POST the protocol serves; known here so that other methods get 405.
+    max_body_bytes : int
+        Largest request body.
+    max_prompts : int
+        Most texts of one request.
+    """
+    health, models = HealthRoutes(manager), ModelRoutes(manager)
+    tokens = TokenRoutes(manager, max_prompts)
+    routes = [
+        Route("/health", health.health, methods=["GET"]),
+        Route("/ready", health.ready, methods=["GET"]),
+        Route("/health_generate", health.health_generate, methods=["GET"]),
+        Route("/server_info", InfoRoute(manager).server_info, methods=["GET"]),
+        Route("/v1/models", models.list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/abort_request", AbortRoute(manager).abort_request, methods=["POST"]),
+        *(Route(path, _unreachable, methods=["POST"]) for path in hot_paths),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error},
+    )
+    app.router.redirect_slashes = False
+    return _Guard(app, max_body_bytes)
+
+
+async def _unreachable(request: Request) -> Response:
+    raise RuntimeError(f"the protocol serves {request.url.path}")
+
+
+async def _on_request_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, RequestError)
+    return error_response(exc)
+
+
+async def _on_http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    words = _WORDS.get(exc.status_code, exc.detail)
+    message = words.format(path=request.url.path, method=request.method)
+    return error_response(RequestError(exc.status_code, message), dict(exc.headers or {}))
+
+
+class _Guard:
+    """Limits bodies, and turns whatever goes wrong into an answer in the error format.
+
+    Outermost, so that an exception is logged once and reaches neither uvicorn's text answer nor Starlette's.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._limit = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        headers: dict[str, str] = {}
+        try:
+            await self._app(scope, self._limited(receive), watched_send)
+        except ClientDisconnect:
+            return
+        except RequestError as exc:
+            error = exc
+            headers["connection"] = "close"
+        except asyncio.CancelledError:
+            # Only a drain whose time is up cancels a request.
+            error = RequestError(503, "the server is shutting down")
+            headers["connection"] = "close"
+        except Exception:
+            logger.exception("%s failed", scope["path"])
+            error = internal_error()
+        else:
+            return
+        if started:
+            raise ClientDisconnect
+        await error_response(error, headers)(scope, receive, send)
+
+    def _limited(self, receive: Callable[[], Awaitable[Message]]) -> Receive:
+        size = 0
+
+        async def limited_receive() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise RequestError(413, f"the body is larger than the limit of {self._limit} bytes")
+            return message
+
+        return limited_receive

@@ -1,0 +1,120 @@
+"""What has come of one choice and has not been sent: a whole answer, or what a slow reader has not taken yet."""
+
+from __future__ import annotations
+
+from multitok.messages.base import FinishReason
+from multitok.tokenizer.requests import GenerateOutput
+
+# What one log probability, or one likeliest id, adds to the estimated size.
+_LOGPROB_BYTES = 64
+
+
+class ChoiceBuffer:
+    """Outputs of one choice, merged in place.
+
+    Attributes
+    ----------
+    finish : FinishReason or None
+        Why the choice ended, once it has.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "completion_tokens",
+        "finish",
+        "index",
+        "logprobs",
+        "output_ids",
+        "prompt_tokens",
+        "reasoning_tokens",
+        "text",
+        "top_logprobs",
+    )
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        # UTF-8 in one array: a list of small strings would take many times the room of the text.
+        self.text = bytearray()
+        self.output_ids = bytearray()
+        self.logprobs: list[float] | None = None
+        self.top_logprobs: list[list[tuple[int, float]]] | None = None
+        self.finish: FinishReason | None = None
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.reasoning_tokens = 0
+
+    def add(self, output: GenerateOutput) -> int:
+        """Merge one output and return about how many bytes it added."""
+        self.text += output.text.encode()
+        self.output_ids += output.output_ids
+        size = len(output.text) + len(output.output_ids)
+        if output.logprobs is not None:
+            if self.logprobs is None:
+                self.logprobs = []
+            self.logprobs += output.logprobs
+            size += _LOGPROB_BYTES * len(output.logprobs)
+        if output.top_logprobs is not None:
+            if self.top_logprobs is None:
+                self.top_logprobs = []
+            self.top_logprobs += output.top_logprobs
+            size += _LOGPROB_BYTES * sum(map(len, output.top_logprobs))
+        self.completion_tokens = output.completion_tokens
+        if output.finish is not None:
+            self.finish = output.finish
+            self.prompt_tokens = output.prompt_tokens
+            self.cached_tokens = output.cached_tokens
+            self.reasoning_tokens = output.reasoning_tokens
+        return size
+
+    def merged(self) -> GenerateOutput:
+        """Return all that was added as one output."""
+        return GenerateOutput(
+            index=self.index,
+            text=self.text.decode(),
+            output_ids=bytes(self.output_ids),
+            finish=self.finish,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+            reasoning_tokens=self.reasoning_tokens,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+class UsageCounter:
+    """Token counts of one call; a prompt counts once however many choices it has.
+
+    Parameters
+    ----------
+    n : int
+        Choices per prompt.
+    """
+
+    __slots__ = ("cached_tokens", "completion_tokens", "n", "prompt_tokens", "reasoning_tokens")
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.reasoning_tokens = 0
+
+    def add(self, output: GenerateOutput) -> None:
+        """Count the last output of a choice."""
+        self.completion_tokens += output.completion_tokens
+        self.reasoning_tokens += output.reasoning_tokens
+        if output.index % self.n == 0:
+            self.prompt_tokens += output.prompt_tokens
+            self.cached_tokens += output.cached_tokens
+
+    def usage(self) -> dict[str, object]:
+        """Return the usage object of the OpenAI API."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }

@@ -1,0 +1,92 @@
+"""Errors as clients see them: OpenAI's error object, for every route.
+
+One object for all API families, so that a client needs one error handler.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from multitok.tokenizer.requests import RequestError
+
+RETRY_AFTER_SECONDS = 1
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    500: "internal_error",
+    503: "overloaded",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong; `param` is the field at fault, `code` a word for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+def invalid(param: str, problem: str) -> RequestError:
+    """Make the refusal of one field.
+
+    Parameters
+    ----------
+    param : str
+        The field.
+    problem : str
+        What is wrong with it.
+    """
+    return RequestError(400, f"{param}: {problem}", param)
+
+
+def error_type(status: int) -> str:
+    """Return OpenAI's `type` word of a status."""
+    return _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def error_body(error: RequestError) -> bytes:
+    """Encode an error.
+
+    Parameters
+    ----------
+    error : RequestError
+        The refusal or failure.
+
+    Returns
+    -------
+    bytes
+        JSON of `ErrorBody`.
+    """
+    code = _CODES.get(error.status)
+    if error.status == 404 and error.param == "model":
+        code = "model_not_found"
+    detail = ErrorDetail(error.message, error_type(error.status), error.param, code)
+    return msgspec.json.encode(ErrorBody(detail))
+
+
+def wants_retry(status: int) -> bool:
+    """Whether an answer tells the client when to try again."""
+    return status in (429, 503)
+
+
+def internal_error() -> RequestError:
+    """Make the answer to a fault of the server's own; details are in the log only."""
+    return RequestError(500, "internal server error")

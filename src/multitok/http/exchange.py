@@ -1,0 +1,329 @@
+"""One request and its answer on a hot route, without ASGI.
+
+An exchange stands where uvicorn's protocol expects its `RequestResponseCycle`, so that pipelining, keep-alive and
+shutdown treat both alike; but it has no task, event or queue of its own. A route is called when the body is complete
+and writes to the exchange, at once or later, from the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from multitok.http import sse
+from multitok.http.errors import RETRY_AFTER_SECONDS, error_body, internal_error, wants_retry
+from multitok.tokenizer.requests import RequestError
+
+if TYPE_CHECKING:
+    from multitok.http.protocol import DirectHttpProtocol
+
+logger = logging.getLogger(__name__)
+
+Route = Callable[["HttpExchange"], None]
+
+JSON = b"application/json"
+_STREAM_HEADERS = (
+    b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+)
+
+
+def _canceller(task: asyncio.Task[None]) -> Callable[[], None]:
+    def cancel() -> None:
+        task.cancel()
+
+    return cancel
+
+
+class _NoEvent:
+    """uvicorn sets its cycle's `message_event`; nobody waits for an exchange."""
+
+    __slots__ = ()
+
+    def set(self) -> None:
+        """Do nothing."""
+
+
+_NO_EVENT = _NoEvent()
+
+
+class HttpExchange:
+    """A request on a hot route and the way to answer it.
+
+    Parameters
+    ----------
+    protocol : DirectHttpProtocol
+        The connection.
+    route : callable
+        Called with the exchange when the body is complete.
+    headers : list of (bytes, bytes)
+        Names are in lower case.
+    chunked : bool
+        Whether a streamed answer may be chunked (HTTP/1.1); otherwise its end is the connection's.
+    keep_alive : bool
+        Whether the connection stays open afterwards.
+    expect_continue : bool
+        Whether the client waits for ``100 Continue`` before it sends the body.
+
+    Attributes
+    ----------
+    on_disconnect : callable or None
+        Called once when the client leaves before the answer is complete.
+    on_writable : callable or None
+        Called when a paused connection takes data again.
+    on_cut : callable or None
+        Called with an error when a drain's time is up; a stream ends with it as an event.
+    request_id : str or None
+        Returned in ``x-request-id`` once set.
+    """
+
+    __slots__ = (
+        "_active",
+        "body",
+        "chunked",
+        "disconnected",
+        "expect_continue",
+        "flow",
+        "headers",
+        "keep_alive",
+        "message_event",
+        "more_body",
+        "on_cut",
+        "on_disconnect",
+        "on_writable",
+        "protocol",
+        "request_id",
+        "response_complete",
+        "response_started",
+        "route",
+        "too_large",
+        "transport",
+    )
+
+    def __init__(
+        self,
+        protocol: DirectHttpProtocol,
+        route: Route,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        chunked: bool,
+        keep_alive: bool,
+        expect_continue: bool,
+    ) -> None:
+        self.protocol = protocol
+        self.transport = protocol.transport
+        self.flow = protocol.flow
+        self.route = route
+        self.headers = headers
+        self.chunked = chunked
+        self.keep_alive = keep_alive
+        self.expect_continue = expect_continue
+        self.body = bytearray()
+        self.more_body = True
+        self.too_large = False
+        self.response_started = False
+        self.response_complete = False
+        self.disconnected = False
+        self.message_event = _NO_EVENT
+        self.on_disconnect: Callable[[], None] | None = None
+        self.on_writable: Callable[[], None] | None = None
+        self.on_cut: Callable[[RequestError], None] | None = None
+        self.request_id: str | None = None
+        self._active = False
+
+    # What the protocol calls.
+
+    def start(self) -> None:
+        """Take the connection's turn: earlier requests on it have been answered."""
+        self._active = True
+        if self.too_large:
+            self.refuse_body()
+        elif not self.more_body:
+            self._call_route()
+        elif self.expect_continue and not self.body:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def feed(self, data: bytes) -> None:
+        """Take a part of the body."""
+        if self.response_complete or self.too_large:
+            return
+        if len(self.body) + len(data) > self.protocol.server_state.max_body_bytes:
+            self.refuse_body()
+        else:
+            self.body += data
+
+    def body_complete(self) -> None:
+        """Take the end of the body."""
+        self.more_body = False
+        if self._active and not self.response_complete:
+            self._call_route()
+
+    def refuse_body(self) -> None:
+        """Answer 413 when the exchange's turn has come, and close."""
+        self.too_large = True
+        self.body = bytearray()
+        if self._active:
+            self.keep_alive = False
+            limit = self.protocol.server_state.max_body_bytes
+            self.send_error(RequestError(413, f"the body is larger than the limit of {limit} bytes"))
+
+    def disconnect(self) -> None:
+        """Tell whoever works on the answer that nobody waits for it any more."""
+        if self.disconnected or self.response_complete:
+            return
+        self.disconnected = True
+        callback = self.on_disconnect
+        self._forget()
+        if callback is not None:
+            callback()
+
+    def cut(self, error: RequestError) -> None:
+        """End an unfinished answer with an error, because a drain's time is up."""
+        self.keep_alive = False
+        abort = self.on_disconnect
+        if self.on_cut is not None:
+            self.on_cut(error)
+        elif not self.response_started:
+            self.send_error(error)
+        if abort is not None:
+            abort()
+
+    # What routes call.
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the connection's buffer is full."""
+        return self.flow.write_paused
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first header of a (lower-case) name."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    def respond(self, status: int, body: bytes, content_type: bytes = JSON, extra: bytes = b"") -> None:
+        """Send the whole answer.
+
+        Parameters
+        ----------
+        status : int
+            HTTP status.
+        body : bytes
+            Content.
+        content_type : bytes
+            Its type.
+        extra : bytes
+            Further header lines, each with its line end.
+        """
+        if self.response_complete or self.disconnected:
+            return
+        self.response_started = True
+        head = b"content-type: %b\r\ncontent-length: %d\r\n%b" % (content_type, len(body), extra)
+        self.transport.write(self._head(status, head) + body)
+        self._complete()
+
+    def send_error(self, error: RequestError) -> None:
+        """Send an error as the whole answer."""
+        extra = b"retry-after: %d\r\n" % RETRY_AFTER_SECONDS if wants_retry(error.status) else b""
+        self.respond(error.status, error_body(error), JSON, extra)
+
+    def write_events(self, data: bytes) -> None:
+        """Send events of a stream; the first call sends the head too, in the same write."""
+        if self.disconnected:
+            return
+        frame = b"%x\r\n%b\r\n" % (len(data), data) if self.chunked else data
+        if not self.response_started:
+            frame = self._stream_head() + frame
+        self.transport.write(frame)
+
+    def end_events(self, data: bytes) -> None:
+        """Send the last events of a stream, and its end."""
+        if self.disconnected or self.response_complete:
+            return
+        frame = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if self.chunked else data
+        if not self.response_started:
+            frame = self._stream_head() + frame
+        self.transport.write(frame)
+        self._complete()
+
+    def end_with_error(self, error: RequestError, events: bytes = b"") -> None:
+        """End with an error: as the answer, or as an event where a stream has begun."""
+        if self.response_started:
+            self.end_events(events + sse.event(error_body(error)) + sse.DONE)
+        else:
+            self.send_error(error)
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let a task go on with the answer, where a route must wait for something first.
+
+        Parameters
+        ----------
+        work : coroutine
+            Answers, or raises `RequestError`; it is cancelled when the client leaves.
+        """
+        task = self.protocol.loop.create_task(self._run(work))
+        self.protocol.tasks.add(task)
+        task.add_done_callback(self.protocol.tasks.discard)
+        self.on_disconnect = _canceller(task)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except RequestError as error:
+            self.send_error(error)
+        except Exception:
+            self._fail()
+
+    def drop(self) -> None:
+        """Break the connection, because its client does not read."""
+        self.disconnect()
+        self.transport.abort()
+
+    # Inside.
+
+    def _call_route(self) -> None:
+        try:
+            self.route(self)
+        except RequestError as error:
+            self.send_error(error)
+        except Exception:
+            self._fail()
+
+    def _fail(self) -> None:
+        logger.exception("a route failed")
+        if self.response_started:
+            self.drop()
+        else:
+            self.send_error(internal_error())
+
+    def _head(self, status: int, lines: bytes) -> bytes:
+        parts = [STATUS_LINE[status], self.protocol.server_state.date_line, lines]
+        if self.request_id is not None:
+            parts.append(b"x-request-id: %b\r\n" % self.request_id.encode())
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"\r\n")
+        return b"".join(parts)
+
+    def _stream_head(self) -> bytes:
+        self.response_started = True
+        if self.chunked:
+            return self._head(200, _STREAM_HEADERS + b"transfer-encoding: chunked\r\n")
+        self.keep_alive = False
+        return self._head(200, _STREAM_HEADERS)
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        self.body = bytearray()
+        self._forget()
+        if not self.keep_alive:
+            self.protocol.close_after_answer(unread=self.more_body)
+        self.protocol.on_response_complete()
+
+    def _forget(self) -> None:
+        # The callbacks lead back here; a cycle would wait for the garbage collector.
+        self.on_disconnect = self.on_writable = self.on_cut = None

@@ -1,0 +1,87 @@
+"""What the routes need of `TokenizerManager`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from multitok.engines.base import EngineInfo
+from multitok.tokenizer.requests import EmbeddingInput, EmbeddingSink, GenerateInput, GenerateSink, Submission
+
+
+class ChatTemplate(Protocol):
+    """A model's chat template."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Render a conversation; a `ValueError` carries words for the client."""
+        ...
+
+
+class Manager(Protocol):
+    """The part of `TokenizerManager` that HTTP uses.
+
+    Sinks are called from the event loop's thread, and never from inside `submit` itself.
+    """
+
+    @property
+    def served_model_name(self) -> str:
+        """Name in answers and in /v1/models."""
+        ...
+
+    @property
+    def created(self) -> int:
+        """Unix time for /v1/models."""
+        ...
+
+    @property
+    def engine_info(self) -> EngineInfo:
+        """What the engine can do."""
+        ...
+
+    @property
+    def context_length(self) -> int:
+        """Most prompt plus output ids."""
+        ...
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, if it has one."""
+        ...
+
+    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
+        """Start a generation; may raise `RequestError`."""
+        ...
+
+    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
+        """Start an embedding; may raise `RequestError`."""
+        ...
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
+        """Packed int32 ids of a text."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; a `ValueError` names ids that are none."""
+        ...
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Text and bytes of one id."""
+        ...
+
+    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
+        """End a request by the user's id, or all."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether all parts are up."""
+        ...
+
+    def server_info(self) -> dict[str, object]:
+        """Return what /server_info shows."""
+        ...

@@ -1,0 +1,264 @@
+"""``POST /generate``, in SGLang's shape.
+
+A stream's events carry increments of ``text`` and ``output_ids``, as SGLang's do with ``--stream-output``: its default,
+the whole text so far in every event, costs the square of an answer's length.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from multitok.engines.base import EngineInfo
+from multitok.http.choice import UsageCounter
+from multitok.http.decode import decode_body
+from multitok.http.errors import invalid
+from multitok.http.exchange import HttpExchange
+from multitok.http.generation import generate
+from multitok.http.manager import Manager
+from multitok.http.openai.common import check_model, check_priority, check_task, set_request_id
+from multitok.http.openai.logprobs import finite
+from multitok.http.openai.prompts import read_prompts, unpack_ids
+from multitok.http.openai.sampling import (
+    FieldChecker,
+    check_grammar,
+    read_n,
+    read_stop,
+    sampling_params,
+    with_logprobs,
+)
+from multitok.http.openai.types import (
+    SamplingFields,
+    Unsupported,
+    UnsupportedFlag,
+    UnsupportedList,
+    refuse_unsupported,
+    unsupported_fields,
+)
+from multitok.http.sse import DONE, encode_json
+from multitok.messages.base import FinishReason
+from multitok.messages.sampling import Grammar
+from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
+
+DEFAULT_MAX_NEW_TOKENS = 128
+_PREFIX = "sampling_params."
+
+
+class NativeSampling(SamplingFields, kw_only=True):
+    """``sampling_params``."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/generate``."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    rid: str | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: int | None = None
+    model: str | None = None
+
+    input_embeds: Unsupported = None
+    image_data: UnsupportedList = None
+    audio_data: UnsupportedList = None
+    video_data: UnsupportedList = None
+    logprob_start_len: int | None = None
+    token_ids_logprob: UnsupportedList = None
+    return_hidden_states: UnsupportedFlag = None
+    lora_path: Unsupported = None
+    session_params: Unsupported = None
+    custom_logit_processor: Unsupported = None
+
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+_UNSUPPORTED = unsupported_fields(GenerateRequest)
+_UNSUPPORTED_SAMPLING = unsupported_fields(NativeSampling)
+
+
+def _grammar(sampling: NativeSampling, info: EngineInfo) -> Grammar | None:
+    grammars: list[tuple[str, Grammar]] = []
+    if sampling.json_schema is not None:
+        schema = sampling.json_schema
+        text = schema if isinstance(schema, str) else encode_json(schema).decode()
+        grammars.append(("json_schema", Grammar("json_schema", text)))
+    if sampling.regex is not None:
+        grammars.append(("regex", Grammar("regex", sampling.regex)))
+    if sampling.ebnf is not None:
+        grammars.append(("ebnf", Grammar("ebnf", sampling.ebnf)))
+    if not grammars:
+        return None
+    if len(grammars) > 1:
+        raise invalid(_PREFIX + grammars[1][0], f"can't be combined with {grammars[0][0]}")
+    name, grammar = grammars[0]
+    if not grammar.text:
+        raise invalid(_PREFIX + name, "must not be empty")
+    check_grammar(grammar, info, _PREFIX + name)
+    return grammar
+
+
+class GenerateRoute:
+    """Serves native generation.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most prompts, and most choices, of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
+
+    def __call__(self, exchange: HttpExchange) -> None:
+        """Serve one request."""
+        manager = self._manager
+        body = decode_body(_decoder, exchange.body)
+        request_id = set_request_id(exchange, body.rid, "gen-", "rid")
+        check_model(body.model, manager)
+        check_task("generate", manager)
+        sampling = body.sampling_params or NativeSampling()
+        refuse_unsupported(body, _UNSUPPORTED)
+        refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING, _PREFIX)
+        info = manager.engine_info
+        if body.text is not None and body.input_ids is not None:
+            raise invalid("input_ids", "can't be combined with text")
+        if body.text is not None:
+            single = isinstance(body.text, str)
+            prompts = read_prompts(body.text, "text", info.vocab_size, self._max_prompts)  # type: ignore[arg-type]
+        elif body.input_ids is not None:
+            single = bool(body.input_ids) and isinstance(body.input_ids[0], int)
+            prompts = read_prompts(body.input_ids, "input_ids", info.vocab_size, self._max_prompts)  # type: ignore[arg-type]
+        else:
+            raise invalid("text", "or input_ids is required")
+        n = read_n(sampling.n, len(prompts), self._max_prompts, _PREFIX)
+        limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
+        params = sampling_params(
+            sampling,
+            FieldChecker(info, _PREFIX),
+            max_tokens=("max_new_tokens", limit),
+            min_tokens=("min_new_tokens", sampling.min_new_tokens),
+            grammar=_grammar(sampling, info),
+            context_length=manager.context_length,
+        )
+        top = body.top_logprobs_num or 0
+        if body.return_logprob:
+            if body.logprob_start_len not in (None, -1):
+                raise invalid("logprob_start_len", "must be -1: log probabilities of a prompt are not computed")
+            name = "top_logprobs_num" if top else "return_logprob"
+            params = with_logprobs(params, top, info, name, "return_logprob")
+        elif top:
+            raise invalid("top_logprobs_num", "needs return_logprob to be true")
+        request = GenerateInput(
+            prompts=prompts,
+            sampling_params=params,
+            max_new_tokens=limit,
+            n=n,
+            stop=read_stop(sampling.stop, _PREFIX),
+            skip_special_tokens=sampling.skip_special_tokens is not False,
+            stream=bool(body.stream),
+            request_id=request_id,
+            priority=check_priority(body.priority),
+        )
+        generate(exchange, manager, request, NativeWriter(manager, request_id, body, single and n == 1))
+
+
+class NativeWriter:
+    """Writes answers of /generate.
+
+    Parameters
+    ----------
+    manager : Manager
+        Knows the text of ids.
+    request_id : str
+        The call's id; choices of a call with several have ``-i`` appended.
+    body : GenerateRequest
+        What was asked for.
+    single : bool
+        The answer is one object, not a list; events have no index.
+
+    Attributes
+    ----------
+    submission : Submission or None
+        The call in progress.
+    """
+
+    def __init__(self, manager: Manager, request_id: str, body: GenerateRequest, single: bool) -> None:
+        self._manager = manager
+        self._id = request_id
+        self._single = single
+        self._logprobs = bool(body.return_logprob)
+        self._top = body.top_logprobs_num or 0
+        self._with_text = bool(body.return_text_in_logprobs)
+        self._begun = time.monotonic()
+        self.submission: Submission | None = None
+
+    def first(self) -> bytes:
+        """Nothing comes before the first delta."""
+        return b""
+
+    def event(self, output: GenerateOutput) -> bytes:
+        """Event of one delta."""
+        if not output.text and not output.output_ids and output.finish is None:
+            return b""
+        return b"data: %b\n\n" % encode_json(self._choice(output))
+
+    def last(self, usage: UsageCounter) -> bytes:
+        """End of a stream."""
+        return DONE
+
+    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+        """Body of a whole answer."""
+        choices = [self._choice(output) for output in outputs]
+        return encode_json(choices[0] if self._single else choices)
+
+    def _choice(self, output: GenerateOutput) -> dict[str, object]:
+        meta: dict[str, object] = {
+            "id": self._id if self._single else f"{self._id}-{output.index}",
+            "finish_reason": _finish(output.finish, output.completion_tokens),
+            "completion_tokens": output.completion_tokens,
+        }
+        if output.finish is not None:
+            meta["prompt_tokens"] = output.prompt_tokens
+            meta["cached_tokens"] = output.cached_tokens
+            meta["e2e_latency"] = time.monotonic() - self._begun
+        if self._logprobs and output.logprobs is not None:
+            ids = unpack_ids(output.output_ids)
+            pairs = list(zip(ids, output.logprobs, strict=False))
+            meta["output_token_logprobs"] = [self._logprob(*pair) for pair in pairs]
+            if self._top:
+                tops = output.top_logprobs if output.top_logprobs is not None else [[pair] for pair in pairs]
+                meta["output_top_logprobs"] = [[self._logprob(*pair) for pair in top[: self._top]] for top in tops]
+        choice: dict[str, object] = {
+            "text": output.text,
+            "output_ids": unpack_ids(output.output_ids),
+            "meta_info": meta,
+        }
+        if not self._single:
+            choice["index"] = output.index
+        return choice
+
+    def _logprob(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
+        text = self._manager.token_text(token_id)[0] if self._with_text else None
+        return finite(logprob), token_id, text
+
+
+def _finish(finish: FinishReason | None, tokens: int) -> dict[str, object] | None:
+    if finish is None:
+        return None
+    if finish.type == "length":
+        return {"type": "length", "length": tokens}
+    return {"type": finish.type, "matched": finish.matched}

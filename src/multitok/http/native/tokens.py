@@ -1,0 +1,95 @@
+"""``POST /tokenize`` and ``POST /detokenize``."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from multitok.http.decode import decode_body
+from multitok.http.errors import invalid
+from multitok.http.manager import Manager
+from multitok.http.openai.common import check_model
+from multitok.http.openai.prompts import pack_ids, unpack_ids
+from multitok.http.respond import json_response
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/tokenize``."""
+
+    prompt: str | list[str]
+    add_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``/detokenize``."""
+
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool | None = None
+    model: str | None = None
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class TokenRoutes:
+    """Serves the tokenizer.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most texts of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
+
+    def _check_count(self, param: str, items: list[str] | list[list[int]]) -> None:
+        if len(items) > self._max_prompts:
+            raise invalid(param, f"has {len(items)} items; at most {self._max_prompts} are allowed")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Serve ``/tokenize``: ids of a text, or of each text of a list."""
+        manager = self._manager
+        body = decode_body(_tokenize_decoder, await request.body())
+        check_model(body.model, manager)
+        specials = body.add_special_tokens is not False
+        tokens: list[int] | list[list[int]]
+        count: int | list[int]
+        if isinstance(body.prompt, str):
+            tokens = unpack_ids(await manager.tokenize(body.prompt, specials))
+            count = len(tokens)
+        else:
+            self._check_count("prompt", body.prompt)
+            rows = await asyncio.gather(*(manager.tokenize(text, specials) for text in body.prompt))
+            tokens = [unpack_ids(row) for row in rows]
+            count = [len(row) for row in tokens]
+        return json_response({"tokens": tokens, "count": count, "max_model_len": manager.context_length})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Serve ``/detokenize``: text of ids, or of each list of ids."""
+        manager = self._manager
+        body = decode_body(_detokenize_decoder, await request.body())
+        check_model(body.model, manager)
+        skip = body.skip_special_tokens is not False
+        flat = [item for item in body.tokens if isinstance(item, int)]
+        rows = [item for item in body.tokens if isinstance(item, list)]
+        if flat and rows:
+            raise invalid("tokens", "must not mix ids with lists of ids")
+        self._check_count("tokens", rows)
+        vocab_size = manager.engine_info.vocab_size
+        for i, row in enumerate(rows or [flat]):
+            if row:
+                pack_ids(row, vocab_size, f"tokens[{i}]" if rows else "tokens")
+        try:
+            texts = await asyncio.gather(*(manager.detokenize(row, skip) for row in rows or [flat]))
+        except ValueError as exc:
+            raise invalid("tokens", str(exc)) from None
+        return json_response({"text": texts if rows else texts[0]})

@@ -1,0 +1,227 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from multitok.http.choice import UsageCounter
+from multitok.http.decode import decode_body
+from multitok.http.errors import invalid
+from multitok.http.exchange import HttpExchange
+from multitok.http.generation import generate
+from multitok.http.manager import Manager
+from multitok.http.openai.common import (
+    check_model,
+    check_priority,
+    check_task,
+    finish_reason,
+    set_request_id,
+    stop_reason,
+    wants_usage,
+)
+from multitok.http.openai.logprobs import chat_logprobs
+from multitok.http.openai.messages import read_messages
+from multitok.http.openai.prompts import unpack_ids
+from multitok.http.openai.sampling import (
+    FieldChecker,
+    read_n,
+    read_response_format,
+    read_stop,
+    sampling_params,
+    with_logprobs,
+)
+from multitok.http.openai.types import ChatRequest, refuse_unsupported, unsupported_fields
+from multitok.http.sse import DONE, encode_json
+from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+_UNSUPPORTED = unsupported_fields(ChatRequest)
+_TEMPLATE_ARGUMENTS = {"self", "messages", "add_generation_prompt", "continue_final_message"}
+
+
+class ChatRoute:
+    """Serves chat completions.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most choices of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
+
+    def __call__(self, exchange: HttpExchange) -> None:
+        """Serve one request."""
+        manager = self._manager
+        body = decode_body(_decoder, exchange.body)
+        request_id = set_request_id(exchange, body.request_id, "chatcmpl-")
+        check_model(body.model, manager)
+        check_task("generate", manager)
+        refuse_unsupported(body, _UNSUPPORTED)
+        info = manager.engine_info
+        if body.max_completion_tokens is not None:
+            limit = ("max_completion_tokens", body.max_completion_tokens)
+        else:
+            limit = ("max_tokens", body.max_tokens)  # type: ignore[assignment]
+        params = sampling_params(
+            body,
+            FieldChecker(info),
+            max_tokens=limit,
+            min_tokens=("min_tokens", body.min_tokens),
+            grammar=read_response_format(body.response_format, info),
+            context_length=manager.context_length,
+        )
+        top = body.top_logprobs or 0
+        if body.logprobs:
+            params = with_logprobs(params, top, info, "top_logprobs" if top else "logprobs", "logprobs")
+        elif top:
+            raise invalid("top_logprobs", "needs logprobs to be true")
+        n = read_n(body.n, 1, self._max_prompts)
+        request = GenerateInput(
+            prompts=[render_chat(body, manager)],
+            sampling_params=params,
+            max_new_tokens=limit[1],
+            raw=False,
+            n=n,
+            stop=read_stop(body.stop),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            stream=bool(body.stream),
+            add_special_tokens=False,
+            request_id=request_id,
+            priority=check_priority(body.priority),
+        )
+        generate(exchange, manager, request, ChatWriter(manager, request_id, body, n, wants_usage(body)))
+
+
+def render_chat(body: ChatRequest, manager: Manager) -> str:
+    """Render a conversation with the model's template.
+
+    Raises
+    ------
+    RequestError
+        400 when the conversation, or what the template makes of it, is not acceptable.
+    """
+    messages = read_messages(body.messages)
+    template = manager.chat_template
+    if template is None:
+        raise RequestError(400, "the model has no chat template; use /v1/completions", "messages")
+    going_on = bool(body.continue_final_message)
+    opening = body.add_generation_prompt
+    if going_on and opening:
+        raise invalid("continue_final_message", "can't be combined with add_generation_prompt")
+    arguments: dict[str, Any] = body.chat_template_kwargs or {}
+    for name in arguments:
+        if name in _TEMPLATE_ARGUMENTS:
+            raise invalid(f"chat_template_kwargs.{name}", "is a field of the request itself")
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=not going_on if opening is None else opening,
+            continue_final_message=going_on,
+            **arguments,
+        )
+    except ValueError as exc:
+        raise RequestError(400, f"messages: {exc}", "messages") from None
+
+
+class ChatWriter:
+    """Writes chat completions.
+
+    Parameters
+    ----------
+    manager : Manager
+        Knows the model's name and the text of ids.
+    request_id : str
+        `id` of the answer.
+    body : ChatRequest
+        What was asked for.
+    n : int
+        Number of choices.
+    usage : bool
+        Whether a stream ends with a usage chunk.
+
+    Attributes
+    ----------
+    submission : Submission or None
+        The call in progress.
+    """
+
+    def __init__(self, manager: Manager, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
+        self._manager = manager
+        self.submission: Submission | None = None
+        self._n = n
+        self._usage = usage
+        self._ids = bool(body.return_token_ids)
+        self._logprobs = bool(body.logprobs)
+        self._top = body.top_logprobs or 0
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": manager.served_model_name}
+        self._open = encode_json(fields)[:-1]
+        self._detailed = self._ids or self._logprobs
+        if body.stream:
+            head = b"data: " + self._open + b',"choices":['
+            self._head = head
+            self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+            self._prefixes = [b'%b{"index":%d,"delta":{"content":' % (head, i) for i in range(n)]
+            self._suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+
+    def first(self) -> bytes:
+        """Chunks that carry the role; the first one carries the prompt's ids too, where asked for."""
+        chunks = [
+            b'%b{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}%b'
+            % (self._head, i, self._tail)
+            for i in range(self._n)
+        ]
+        if self._ids and self.submission:
+            ids = encode_json(unpack_ids(self.submission.prompt_ids[0]))
+            chunks[0] = chunks[0].replace(b',"choices":[', b',"prompt_token_ids":%b,"choices":[' % ids, 1)
+        return b"".join(chunks)
+
+    def event(self, output: GenerateOutput) -> bytes:
+        """Chunk of one delta."""
+        text = output.text
+        if output.finish is None and not self._detailed:
+            return self._prefixes[output.index] + encode_json(text) + self._suffix if text else b""
+        choice: dict[str, object] = {
+            "index": output.index,
+            "delta": {"content": text} if text else {},
+            "logprobs": chat_logprobs(output, self._top, self._manager) if self._logprobs else None,
+            "finish_reason": finish_reason(output.finish),
+        }
+        if output.finish is not None:
+            choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
+        if self._ids:
+            choice["token_ids"] = unpack_ids(output.output_ids)
+        return self._head + encode_json(choice) + self._tail
+
+    def last(self, usage: UsageCounter) -> bytes:
+        """Usage chunk, where asked for, and the end."""
+        if not self._usage:
+            return DONE
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._open, encode_json(usage.usage()), DONE)
+
+    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+        """Body of a whole answer."""
+        choices = []
+        for output in outputs:
+            choice: dict[str, object] = {
+                "index": output.index,
+                "message": {"role": "assistant", "content": output.text, "refusal": None},
+                "logprobs": chat_logprobs(output, self._top, self._manager) if self._logprobs else None,
+                "finish_reason": finish_reason(output.finish),
+                "stop_reason": stop_reason(output.finish, self._manager.engine_info.eos_token_ids),
+            }
+            if self._ids:
+                choice["token_ids"] = unpack_ids(output.output_ids)
+            choices.append(choice)
+        rest: dict[str, object] = {"choices": choices, "usage": usage.usage()}
+        if self._ids and self.submission:
+            rest["prompt_token_ids"] = unpack_ids(self.submission.prompt_ids[0])
+        return self._open + b"," + encode_json(rest)[1:]

@@ -1,0 +1,206 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from multitok.http.choice import UsageCounter
+from multitok.http.decode import decode_body
+from multitok.http.errors import invalid
+from multitok.http.exchange import HttpExchange
+from multitok.http.generation import generate
+from multitok.http.manager import Manager
+from multitok.http.openai.common import (
+    check_model,
+    check_priority,
+    check_task,
+    finish_reason,
+    set_request_id,
+    stop_reason,
+    wants_usage,
+)
+from multitok.http.openai.logprobs import completion_logprobs
+from multitok.http.openai.prompts import read_prompts, unpack_ids
+from multitok.http.openai.sampling import (
+    FieldChecker,
+    read_n,
+    read_response_format,
+    read_stop,
+    sampling_params,
+    with_logprobs,
+)
+from multitok.http.openai.types import CompletionRequest, refuse_unsupported, unsupported_fields
+from multitok.http.sse import DONE, encode_json
+from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
+
+DEFAULT_MAX_TOKENS = 16
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+_UNSUPPORTED = unsupported_fields(CompletionRequest)
+
+
+class CompletionRoute:
+    """Serves completions.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most prompts, and most choices, of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
+
+    def __call__(self, exchange: HttpExchange) -> None:
+        """Serve one request."""
+        manager = self._manager
+        body = decode_body(_decoder, exchange.body)
+        request_id = set_request_id(exchange, body.request_id, "cmpl-")
+        check_model(body.model, manager)
+        check_task("generate", manager)
+        refuse_unsupported(body, _UNSUPPORTED)
+        info = manager.engine_info
+        prompts = read_prompts(body.prompt, "prompt", info.vocab_size, self._max_prompts)
+        n = read_n(body.n, len(prompts), self._max_prompts)
+        if body.best_of is not None and body.best_of != n:
+            raise invalid("best_of", "is only supported when equal to n")
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        params = sampling_params(
+            body,
+            FieldChecker(info),
+            max_tokens=("max_tokens", max_tokens),
+            min_tokens=("min_tokens", body.min_tokens),
+            grammar=read_response_format(body.response_format, info),
+            context_length=manager.context_length,
+        )
+        if body.logprobs is not None:
+            if body.echo:
+                raise invalid("echo", "can't be combined with logprobs: log probabilities of a prompt are not computed")
+            params = with_logprobs(params, body.logprobs, info, "logprobs", "logprobs")
+        request = GenerateInput(
+            prompts=prompts,
+            sampling_params=params,
+            max_new_tokens=max_tokens,
+            n=n,
+            stop=read_stop(body.stop),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            stream=bool(body.stream),
+            add_special_tokens=body.add_special_tokens is not False,
+            request_id=request_id,
+            priority=check_priority(body.priority),
+        )
+        writer = CompletionWriter(manager, request_id, body, n, wants_usage(body))
+        if not body.echo:
+            generate(exchange, manager, request, writer)
+        elif all(isinstance(prompt, str) for prompt in prompts):
+            writer.echo = prompts  # type: ignore[assignment]
+            generate(exchange, manager, request, writer)
+        else:
+            exchange.run(self._echo_ids(exchange, request, writer))
+
+    async def _echo_ids(self, exchange: HttpExchange, request: GenerateInput, writer: CompletionWriter) -> None:
+        """Find the text of prompts that were given as ids, then go on; rare enough for a task."""
+        decode = self._manager.detokenize
+        writer.echo = await asyncio.gather(
+            *(decode(unpack_ids(ids), request.skip_special_tokens) for ids in request.prompts if isinstance(ids, bytes))
+        )
+        generate(exchange, self._manager, request, writer)
+
+
+class CompletionWriter:
+    """Writes completions.
+
+    Parameters
+    ----------
+    manager : Manager
+        Knows the model's name and the text of ids.
+    request_id : str
+        `id` of the answer.
+    body : CompletionRequest
+        What was asked for.
+    n : int
+        Choices per prompt.
+    usage : bool
+        Whether a stream ends with a usage chunk.
+
+    Attributes
+    ----------
+    echo : list of str or None
+        Text of each prompt, in front of its choices' text.
+    submission : Submission or None
+        The call in progress.
+    """
+
+    def __init__(self, manager: Manager, request_id: str, body: CompletionRequest, n: int, usage: bool) -> None:
+        self._manager = manager
+        self._n = n
+        self._usage = usage
+        self._ids = bool(body.return_token_ids)
+        self._logprobs = body.logprobs
+        self.echo: list[str] | None = None
+        self._detailed = self._ids or body.logprobs is not None or bool(body.echo)
+        self.submission: Submission | None = None
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        kind = "text_completion"
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": manager.served_model_name}
+        self._open = encode_json(fields)[:-1]
+        self._head = b"data: " + self._open + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+        self._prefixes: dict[int, bytes] = {}
+        self._suffix = b',"logprobs":null,"finish_reason":null}' + self._tail
+
+    def first(self) -> bytes:
+        """Nothing comes before the first delta."""
+        return b""
+
+    def event(self, output: GenerateOutput) -> bytes:
+        """Chunk of one delta."""
+        index, text = output.index, output.text
+        if output.finish is None and not self._detailed:
+            if not text:
+                return b""
+            prefix = self._prefixes.get(index)
+            if prefix is None:
+                prefix = self._prefixes[index] = b'%b{"index":%d,"text":' % (self._head, index)
+            return prefix + encode_json(text) + self._suffix
+        return self._head + encode_json(self._choice(output)) + self._tail
+
+    def last(self, usage: UsageCounter) -> bytes:
+        """Usage chunk, where asked for, and the end."""
+        if not self._usage:
+            return DONE
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._open, encode_json(usage.usage()), DONE)
+
+    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+        """Body of a whole answer."""
+        rest = {"choices": [self._choice(output) for output in outputs], "usage": usage.usage()}
+        return self._open + b"," + encode_json(rest)[1:]
+
+    def _choice(self, output: GenerateOutput) -> dict[str, object]:
+        index = output.index
+        begins = index not in self._begun
+        self._begun.add(index)
+        text = output.text
+        if begins and self.echo is not None:
+            text = self.echo[index // self._n] + text
+        choice: dict[str, object] = {"index": index, "text": text, "logprobs": None}
+        if self._logprobs is not None:
+            logprobs = completion_logprobs(output, self._logprobs, self._manager, self._offsets.get(index, 0))
+            choice["logprobs"] = logprobs
+            if logprobs is not None and logprobs.tokens:
+                self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        choice["finish_reason"] = finish_reason(output.finish)
+        if output.finish is not None:
+            choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
+        if self._ids:
+            choice["token_ids"] = unpack_ids(output.output_ids)
+            if begins and self.submission:
+                choice["prompt_token_ids"] = unpack_ids(self.submission.prompt_ids[index // self._n])
+        return choice

@@ -1,0 +1,112 @@
+"""``POST /v1/embeddings``."""
+
+from __future__ import annotations
+
+from array import array
+from binascii import b2a_base64
+
+import msgspec
+
+from multitok.http.decode import decode_body
+from multitok.http.errors import invalid
+from multitok.http.exchange import HttpExchange
+from multitok.http.manager import Manager
+from multitok.http.openai.common import check_model, check_priority, check_task, set_request_id
+from multitok.http.openai.prompts import read_prompts
+from multitok.http.openai.types import EmbeddingRequest, refuse_unsupported, unsupported_fields
+from multitok.http.sse import encode_json
+from multitok.tokenizer.requests import EmbeddingInput, EmbeddingOutput, RequestError
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
+_UNSUPPORTED = unsupported_fields(EmbeddingRequest)
+
+
+class EmbeddingRoute:
+    """Serves embeddings.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most inputs of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
+
+    def __call__(self, exchange: HttpExchange) -> None:
+        """Serve one request."""
+        manager = self._manager
+        body = decode_body(_decoder, exchange.body)
+        request_id = set_request_id(exchange, body.request_id, "embd-")
+        check_model(body.model, manager)
+        check_task("embed", manager)
+        refuse_unsupported(body, _UNSUPPORTED)
+        info = manager.engine_info
+        if body.encoding_format not in (None, "float", "base64"):
+            raise invalid("encoding_format", "must be float or base64")
+        if body.dimensions is not None and body.dimensions != info.embedding_size:
+            raise invalid("dimensions", f"the model makes embeddings of {info.embedding_size} numbers only")
+        prompts = read_prompts(body.input, "input", info.vocab_size, self._max_prompts)
+        request = EmbeddingInput(
+            prompts=prompts,
+            request_id=request_id,
+            truncate=bool(body.truncate),
+            priority=check_priority(body.priority),
+        )
+        sink = EmbeddingCollector(
+            exchange, len(prompts), body.encoding_format == "base64", manager.served_model_name, request_id
+        )
+        exchange.on_disconnect = manager.submit_embedding(request, sink).abort
+
+
+class EmbeddingCollector:
+    """Collects the embeddings of one request and sends one answer.
+
+    Parameters
+    ----------
+    exchange : HttpExchange
+        Where the answer goes.
+    count : int
+        Number of inputs.
+    base64 : bool
+        Little-endian float32 in base64, as the official client asks for, in place of a list.
+    model : str
+        Name in the answer.
+    request_id : str
+        `id` of the answer.
+    """
+
+    def __init__(self, exchange: HttpExchange, count: int, base64: bool, model: str, request_id: str) -> None:
+        self._exchange = exchange
+        self._rows: list[bytes] = [b""] * count
+        self._missing = count
+        self._base64 = base64
+        self._model = model
+        self._request_id = request_id
+        self._prompt_tokens = 0
+
+    def on_output(self, output: EmbeddingOutput) -> None:
+        """Take one embedding; the last one sends the answer."""
+        self._rows[output.index] = output.embedding
+        self._prompt_tokens += output.prompt_tokens
+        self._missing -= 1
+        if self._missing == 0:
+            self._exchange.respond(200, self._answer())
+
+    def on_error(self, error: RequestError) -> None:
+        """Answer with the error."""
+        self._exchange.send_error(error)
+
+    def _answer(self) -> bytes:
+        data = [{"object": "embedding", "index": i, "embedding": self._encode(row)} for i, row in enumerate(self._rows)]
+        usage = {"prompt_tokens": self._prompt_tokens, "total_tokens": self._prompt_tokens}
+        answer = {"id": self._request_id, "object": "list", "data": data, "model": self._model, "usage": usage}
+        return encode_json(answer)
+
+    def _encode(self, row: bytes) -> str | list[float]:
+        if self._base64:
+            return b2a_base64(row, newline=False).decode()
+        return array("f", row).tolist()

@@ -1,0 +1,165 @@
+"""The HTTP server of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from email.utils import formatdate
+
+from uvicorn.config import Config
+
+from multitok.config import ServerArgs
+from multitok.http.accept import Acceptor, LoadSlot
+from multitok.http.app import make_app
+from multitok.http.exchange import Route
+from multitok.http.manager import Manager
+from multitok.http.native.generate import GenerateRoute
+from multitok.http.openai.chat import ChatRoute
+from multitok.http.openai.completions import CompletionRoute
+from multitok.http.openai.embeddings import EmbeddingRoute
+from multitok.http.protocol import DirectHttpProtocol, DirectServerState
+
+logger = logging.getLogger(__name__)
+
+# While draining: seconds that a kept-alive connection has for the request that is answered once more.
+DRAIN_GRACE = 1.0
+# Seconds that a client has to take what was written before a drain breaks its connection.
+FLUSH_SECONDS = 1.0
+
+
+def hot_routes(manager: Manager, max_prompts: int) -> dict[str, Route]:
+    """Make the routes that are served without ASGI, by path.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most prompts, and most choices, of one request.
+    """
+    return {
+        "/v1/chat/completions": ChatRoute(manager, max_prompts),
+        "/v1/completions": CompletionRoute(manager, max_prompts),
+        "/v1/embeddings": EmbeddingRoute(manager, max_prompts),
+        "/generate": GenerateRoute(manager, max_prompts),
+    }
+
+
+class HttpServer:
+    """Accepts, serves, drains. Signals, the loop and the parts behind `manager` belong to the process's main.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        Limits and time-outs.
+    manager : Manager
+        Does the work.
+    listen_socket : socket.socket
+        Bound and listening; shared with the other workers. This process's copy is closed by `drain`.
+    slot : LoadSlot
+        Own place on the load board.
+    """
+
+    def __init__(self, server_args: ServerArgs, manager: Manager, listen_socket: socket.socket, slot: LoadSlot) -> None:
+        self._args = server_args
+        self._manager = manager
+        self._socket = listen_socket
+        self._slot = slot
+        self._acceptor: Acceptor | None = None
+        self._state: DirectServerState | None = None
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._all_closed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to serve."""
+        args = self._args
+        routes = hot_routes(self._manager, args.max_prompts)
+        state = DirectServerState(
+            {path.encode(): route for path, route in routes.items()}, args.max_body_bytes, self._on_closed
+        )
+        config = Config(
+            make_app(self._manager, routes, args.max_body_bytes, args.max_prompts),
+            http=DirectHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=args.keep_alive_timeout,
+        )
+        config.load()
+        loop = asyncio.get_running_loop()
+        self._state = state
+        self._tick()
+        self._acceptor = Acceptor(self._socket, self._slot, lambda: DirectHttpProtocol(config, state, {}, loop))
+        self._acceptor.start()
+
+    async def drain(self, timeout: float) -> tuple[int, int]:
+        """Stop accepting, let running requests finish, tell the rest, close every connection.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds that running requests get.
+
+        Returns
+        -------
+        tuple of (int, int)
+            Requests answered since the drain began, and requests that were cut.
+        """
+        state, acceptor = self._state, self._acceptor
+        if state is None or acceptor is None:
+            self._socket.close()
+            return 0, 0
+        acceptor.stop()
+        self._socket.close()
+        answered_before = state.total_requests
+        state.drain_grace = min(DRAIN_GRACE, timeout)
+        for connection in list(state.connections):
+            connection.shutdown()
+        in_time = await self._wait_closed(timeout)
+        finished = state.total_requests - answered_before
+        cut = 0 if in_time else self._cut(state)
+        if not in_time and not await self._wait_closed(FLUSH_SECONDS):
+            for connection in list(state.connections):
+                connection.transport.abort()
+            await self._wait_closed(FLUSH_SECONDS)
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+            self._tick_handle = None
+        return finished, cut
+
+    def _cut(self, state: DirectServerState) -> int:
+        cut = sum(connection.cut() for connection in list(state.connections))  # type: ignore[union-attr]
+        for task in list(state.tasks):
+            task.cancel()
+        return cut
+
+    async def _wait_closed(self, timeout: float) -> bool:
+        assert self._acceptor is not None
+        if self._acceptor.connections == 0:
+            return True
+        self._all_closed.clear()
+        try:
+            await asyncio.wait_for(self._all_closed.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def _on_closed(self, connection: DirectHttpProtocol) -> None:
+        assert self._acceptor is not None
+        self._acceptor.connection_closed()
+        if self._acceptor.connections == 0:
+            self._all_closed.set()
+
+    def _tick(self) -> None:
+        """Keep the Date header fresh, once per second as uvicorn's server does."""
+        assert self._state is not None
+        now = time.time()
+        date = formatdate(now, usegmt=True).encode()
+        self._state.default_headers = [(b"date", date)]
+        self._state.date_line = b"date: %b\r\n" % date
+        self._tick_handle = asyncio.get_running_loop().call_later(1.0 - now % 1.0, self._tick)

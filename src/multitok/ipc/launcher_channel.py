@@ -1,0 +1,71 @@
+"""A child's end of its channel to the launcher: one message per packet, both ways; it ends when the launcher does."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+
+from multitok import __version__
+from multitok.messages.protocol import protocol_hash
+from multitok.messages.to_child import ToChild
+from multitok.messages.to_launcher import Hello, ToLauncher
+
+_MAX_PACKET = 65536
+
+
+class LauncherGone(Exception):
+    """The launcher has exited, so this process has to."""
+
+
+class LauncherChannel:
+    """The child's end; the first word on it is this process's `Hello`.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of a connected SOCK_SEQPACKET unix socket; owned from now on.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+        self._decoder: msgspec.msgpack.Decoder[ToChild] = msgspec.msgpack.Decoder(ToChild)
+        self.send(Hello(protocol_hash(), __version__))
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a poller."""
+        return self._socket.fileno()
+
+    def send(self, message: ToLauncher) -> None:
+        """Send a message.
+
+        Raises
+        ------
+        LauncherGone
+            Nobody is there to read it.
+        """
+        try:
+            self._socket.send(msgspec.msgpack.encode(message))
+        except OSError as error:
+            raise LauncherGone from error
+
+    def receive(self) -> list[ToChild]:
+        """Return the messages that have arrived, without blocking.
+
+        Raises
+        ------
+        LauncherGone
+            The launcher has closed its end.
+        """
+        messages: list[ToChild] = []
+        while True:
+            try:
+                packet = self._socket.recv(_MAX_PACKET)
+            except BlockingIOError:
+                return messages
+            except OSError as error:
+                raise LauncherGone from error
+            if not packet:
+                raise LauncherGone
+            messages.append(self._decoder.decode(packet))

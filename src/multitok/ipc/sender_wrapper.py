@@ -1,0 +1,87 @@
+"""SenderWrapper: the one way from an owner to the schedulers, which stamps the owner on whatever passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from multitok.messages.base import BaseBatchReq, BaseReq
+from multitok.messages.codec import encode_frame
+from multitok.messages.to_scheduler import (
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    ToScheduler,
+    header_of,
+)
+
+Request = ToScheduler | BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput
+
+
+class FrameSender(Protocol):
+    """Takes the frames of one message; does not block.
+
+    Raises ``zmq.Again`` when the peer doesn't read.
+    """
+
+    def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
+        """Send header and payload of each child."""
+        ...
+
+
+def attach_multi_http_worker_info(address: str, message: BaseReq | BaseBatchReq) -> None:
+    """Stamp the owner on a message, and on each child of a batch.
+
+    Parameters
+    ----------
+    address : str
+        The owner's address.
+    message : BaseReq or BaseBatchReq
+        Changed in place.
+
+    Raises
+    ------
+    TypeError
+        For anything else: it could not be answered.
+    """
+    if isinstance(message, BaseReq):
+        message.http_worker_ipc = address
+    elif isinstance(message, BaseBatchReq):
+        message.http_worker_ipcs = [address] * len(message.numbers)
+        for child in getattr(message, "batch", ()):
+            child.http_worker_ipc = address
+    else:
+        raise TypeError(f"{type(message).__name__} carries no owner")
+
+
+class SenderWrapper:
+    """Wraps the socket towards the scheduler.
+
+    Parameters
+    ----------
+    socket : FrameSender
+        Socket to the router, or in single mode the rank dispatcher.
+    address : str
+        The owner's address.
+    start_token : bytes
+        Mark of this start.
+    """
+
+    def __init__(self, socket: FrameSender, address: str, start_token: bytes) -> None:
+        self._socket = socket
+        self._address = address
+        self._start_token = start_token
+
+    def send(self, message: Request) -> None:
+        """Stamp and send a message; a batch goes out as one message with a header and payload per child.
+
+        Raises
+        ------
+        zmq.Again
+            The peer doesn't read; nothing was sent.
+        """
+        attach_multi_http_worker_info(self._address, message)
+        children = message.batch if isinstance(message, BaseBatchReq) else [message]
+        frames: list[bytearray] = []
+        for child in children:
+            frames += (encode_frame(self._start_token, header_of(child)), encode_frame(self._start_token, child))
+        self._socket.send_frames(frames)

@@ -1,0 +1,65 @@
+"""ZeroMQ sockets as every part uses them: PUSH to PULL over unix sockets, never blocking, never lingering."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import zmq
+
+# A step is one message, so this is more than a minute of a stuck peer; past it the peer counts as gone.
+HIGH_WATER_MARK = 16384
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    return zmq.Context.instance()
+
+
+def bind_pull(endpoint: str, listen_fd: int | None = None) -> zmq.Socket[bytes]:
+    """Return a PULL socket bound to an endpoint.
+
+    Parameters
+    ----------
+    endpoint : str
+        ``ipc://PATH``.
+    listen_fd : int or None
+        Descriptor of the listening unix socket, where the launcher made it; messages that were sent while the last
+        receiver was dead then arrive here.
+    """
+    socket: zmq.Socket[bytes] = _context().socket(zmq.PULL)
+    socket.linger = 0
+    socket.rcvhwm = HIGH_WATER_MARK
+    if listen_fd is not None:
+        socket.setsockopt(zmq.USE_FD, listen_fd)
+    socket.bind(endpoint)
+    return socket
+
+
+def connect_push(endpoint: str) -> zmq.Socket[bytes]:
+    """Return a PUSH socket connected to an endpoint; it queues while the peer is not there."""
+    socket: zmq.Socket[bytes] = _context().socket(zmq.PUSH)
+    socket.linger = 0
+    socket.sndhwm = HIGH_WATER_MARK
+    socket.connect(endpoint)
+    return socket
+
+
+def descriptor(socket: zmq.Socket[bytes]) -> int:
+    """Return the descriptor that an event loop watches; it is edge-triggered."""
+    return cast("int", socket.getsockopt(zmq.FD))
+
+
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits.
+
+    Asking for EVENTS costs half of what an ``Again`` exception does, and re-arms the edge-triggered descriptor.
+    """
+    return bool(cast("int", socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterator[list[bytes]]:
+    """Yield waiting messages without blocking, at most `limit`."""
+    for _ in range(limit):
+        if not readable(socket):
+            return
+        yield socket.recv_multipart(zmq.NOBLOCK)

@@ -1,0 +1,118 @@
+"""What every child process begins with: its title, its end with the launcher, its log; then its role.
+
+Run as ``python -m multitok.launcher.child ROLE INDEX LIFE LAUNCHER_PID CHANNEL_FD LISTEN_FDS BLOCK...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+import setproctitle
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.ipc.launcher_channel import LauncherGone
+from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.parent_death import kill_itself_when_parent_died
+from multitok.launcher.runtime_dir import RuntimeDir
+from multitok.launcher.shared_memory import read_from_shared_memory
+from multitok.messages.to_launcher import Failed
+from multitok.observability.logging import configure_logger
+from multitok.tokenizer.errors import ModelError
+from multitok.tokenizer.model_files import ModelFiles
+
+_log = logging.getLogger(__name__)
+_OTHERS_EXIT_S = 2.0
+USAGE_STATUS = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Run a child; returns its exit status."""
+    role, index, life, launcher_pid, channel_fd, listen_fds, *blocks = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The launcher says when to go; an HTTP worker takes SIGTERM as its own drain.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, _launcher_died)
+    # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up.
+    scheduler = role == "scheduler"
+    kill_itself_when_parent_died(int(launcher_pid), signal.SIGKILL if scheduler else signal.SIGUSR2)
+    name = role if role == "router" else f"{role}:{index}"
+    setproctitle.setproctitle(f"multitok::{name}")
+    server_args_block, port_args_block, files_block, board_block = blocks[:4]
+    server_args = read_from_shared_memory(server_args_block, ServerArgs)
+    port_args = msgspec.structs.replace(
+        read_from_shared_memory(port_args_block, PortArgs),
+        index=int(index),
+        life=int(life),
+        channel_fd=int(channel_fd),
+        listen_fds=msgspec.json.decode(listen_fds, type=dict[str, int]),
+    )
+    configure_logger(server_args.log_level, name)
+    runtime_dir = RuntimeDir(port_args.runtime_dir)
+    try:
+        files = read_from_shared_memory(files_block, ModelFiles)
+        board = LoadBoard(
+            board_block,
+            len(port_args.scheduler_ipc_names),
+            len(port_args.detokenizer_ipc_names),
+            server_args.tokenizer_worker_num,
+        )
+        _run(role, server_args, port_args, files, board)
+    except LauncherGone:
+        _log.warning("the launcher is gone")
+        runtime_dir.leave(_OTHERS_EXIT_S)
+        return 1
+    except ModelError as error:
+        _log.debug("failed", exc_info=True)
+        return _report(port_args, str(error), USAGE_STATUS)
+    except Exception as error:
+        _log.exception("failed")
+        return _report(port_args, f"{type(error).__name__}: {error}", 1)
+    return 0
+
+
+def _launcher_died(*_: object) -> None:
+    raise LauncherGone
+
+
+def _report(port_args: PortArgs, message: str, status: int) -> int:
+    # Straight to the descriptor: the role may have failed before it made its channel.
+    with contextlib.suppress(OSError):
+        os.write(port_args.channel_fd, msgspec.msgpack.encode(Failed(message, status)))
+    return status
+
+
+def _run(role: str, server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard) -> None:
+    # Each role's libraries are imported only where they are needed: they cost time and memory.
+    match role:
+        case "scheduler":
+            from multitok.scheduler.process import run_scheduler_process
+
+            publish_load = board.slot(role, port_args.index).publish_load
+            run_scheduler_process(server_args, port_args, files, publish_load)
+        case "detokenizer":
+            from multitok.detokenizer.process import run_detokenizer_process
+
+            run_detokenizer_process(server_args, port_args)
+        case "router":
+            from multitok.router.process import run_router_process
+
+            run_router_process(port_args)
+        case "tokenizer_worker":
+            from multitok.launcher.http_process import run_http_process
+
+            run_http_process(server_args, port_args, files, board)
+        case _:
+            raise ValueError(f"there is no role {role!r}")
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    # No interpreter shutdown: engines and ZeroMQ contexts were closed in order, and the rest is the kernel's.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,188 @@
+"""An HTTP process: the one of single mode, or one of N workers. Here its parts are put together."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import signal
+import socket
+
+import uvloop
+from tokenizers import Tokenizer
+
+from multitok import __version__
+from multitok.config import PortArgs, ServerArgs
+from multitok.detokenizer.incremental import TextDecoder
+from multitok.detokenizer.step import DetokenizerStep
+from multitok.engines.base import EngineInfo
+from multitok.http.server import HttpServer
+from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
+from multitok.ipc.router_socket import RouterSocket
+from multitok.ipc.sender_wrapper import FrameSender
+from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.shared_memory import read_from_shared_memory
+from multitok.messages.to_child import Drain, Start, Stop, ToChild
+from multitok.messages.to_launcher import Drained, Ready
+from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.tokenizer.backends import ReferenceBackend, load_tokenizer
+from multitok.tokenizer.manager import TokenizerManager
+from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.worker import TokenizerWorker
+
+_log = logging.getLogger(__name__)
+
+
+def run_http_process(server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard) -> None:
+    """Serve HTTP until the launcher says stop, or until a drain is done.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        The user's options.
+    port_args : PortArgs
+        Where the parts meet, and which worker this is.
+    files : ModelFiles
+        The model.
+    board : LoadBoard
+        Of this start.
+
+    Raises
+    ------
+    LauncherGone
+        The launcher has exited.
+    """
+    channel = LauncherChannel(port_args.channel_fd)
+    tokenizer = load_tokenizer(files)
+    uvloop.run(_serve(server_args, port_args, files, board, channel, tokenizer))
+
+
+class _Orders:
+    """What the launcher says, for a coroutine to wait for."""
+
+    def __init__(self, channel: LauncherChannel) -> None:
+        self._channel = channel
+        self._queue: asyncio.Queue[ToChild | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(channel.fileno(), self._on_readable)
+        loop.add_signal_handler(signal.SIGTERM, self._queue.put_nowait, None)
+        # A handler that raises would raise inside whatever runs; the channel's end says the same.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    def _on_readable(self) -> None:
+        try:
+            for message in self._channel.receive():
+                self._queue.put_nowait(message)
+        except LauncherGone:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._queue.put_nowait(Stop())
+            self.launcher_gone = True
+
+    launcher_gone = False
+
+    async def next(self) -> ToChild | None:
+        """Return the next order; None is a SIGTERM to this process."""
+        message = await self._queue.get()
+        if self.launcher_gone:
+            raise LauncherGone
+        return message
+
+
+async def _serve(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    files: ModelFiles,
+    board: LoadBoard,
+    channel: LauncherChannel,
+    tokenizer: Tokenizer,
+) -> None:
+    orders = _Orders(channel)
+    while not isinstance(order := await orders.next(), Start):
+        if order is None or isinstance(order, Stop | Drain):
+            return
+    engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
+    manager = _make_manager(server_args, port_args, files, board, tokenizer, engine_infos)
+    server = HttpServer(
+        server_args,
+        manager,
+        socket.socket(fileno=port_args.listen_fds["http"]),
+        board.slot("tokenizer_worker", port_args.index),
+    )
+    manager.start()
+    await server.start()
+    gc.collect()
+    gc.freeze()
+    channel.send(Ready())
+    while not (order is None or isinstance(order, Drain | Stop)):
+        order = await orders.next()
+    if not isinstance(order, Stop):
+        timeout = order.timeout if isinstance(order, Drain) else server_args.drain_timeout
+        drain = asyncio.ensure_future(server.drain(timeout))
+        stopped = asyncio.ensure_future(_wait_for_stop(orders))
+        await asyncio.wait([drain, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if drain.done():
+            channel.send(Drained(*drain.result()))
+        elif (error := stopped.exception()) is not None:
+            raise error
+    manager.close()
+
+
+async def _wait_for_stop(orders: _Orders) -> None:
+    while not isinstance(await orders.next(), Stop):
+        pass
+
+
+def _make_manager(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    files: ModelFiles,
+    board: LoadBoard,
+    tokenizer: Tokenizer,
+    engine_infos: list[EngineInfo],
+) -> TokenizerManager:
+    decoder = functools.cache(lambda: TextDecoder.from_tokenizer(tokenizer))
+
+    class TokenTexts:
+        """Builds the decoder's tables when the first request asks for log probabilities."""
+
+        def token_text(self, token_id: int) -> tuple[str, bytes]:
+            return decoder().token_text(token_id)
+
+    sender: FrameSender
+    if port_args.router_ipc_name is not None:
+        manager_class: type[TokenizerManager] = TokenizerWorker
+        sender = RouterSocket(port_args.endpoint(port_args.router_ipc_name))
+    else:
+        manager_class = TokenizerManager
+        sender = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+
+    def describe() -> dict[str, object]:
+        return {
+            "version": __version__,
+            "ready": board.is_ready(),
+            "processes": _figures(server_args, port_args, board),
+        }
+
+    return manager_class(
+        server_args,
+        port_args,
+        files,
+        engine_infos[0],
+        backend=ReferenceBackend(tokenizer),
+        tokenizer=tokenizer,
+        token_texts=TokenTexts(),
+        sender=sender,
+        detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(decoder()),
+        is_ready=board.is_ready,
+        describe=describe,
+    )
+
+
+def _figures(server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> dict[str, dict[str, int]]:
+    parts = [("scheduler", i) for i in range(len(port_args.scheduler_ipc_names))]
+    parts += [("detokenizer", i) for i in range(len(port_args.detokenizer_ipc_names))]
+    if port_args.router_ipc_name is not None:
+        parts.append(("router", 0))
+    parts += [("tokenizer_worker", i + 1) for i in range(server_args.tokenizer_worker_num)]
+    return {f"{role}:{index}": board.figures(role, index) for role, index in parts}

@@ -1,0 +1,118 @@
+"""The load board: shared memory with one cache line per process, for what others only need as a hint.
+
+Every word has one writer. A line is 8 words of 64 bits: the process's life number (0: not up), which the launcher
+writes, and load figures, which the process itself writes. Reading and writing an aligned word is one machine
+instruction, so there are no locks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+from multitok.launcher.shared_memory import SharedBlock, open_block
+
+_LINE_WORDS = 8
+_WORD_SIZE = 8
+_LIFE, _LOAD, _WAITING = range(3)
+
+
+class LoadBoard:
+    """The board, mapped into this process. Line 0 is the launcher's; others by role and index.
+
+    Parameters
+    ----------
+    name : str
+        Its shared block.
+    ranks, detokenizers, workers : int
+        How many there are of each.
+    """
+
+    def __init__(self, name: str, ranks: int, detokenizers: int, workers: int) -> None:
+        self._fd = open_block(name)
+        self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        self._words = memoryview(self._map).cast("Q")
+        self._first_line = {"scheduler": 1, "detokenizer": 1 + ranks, "router": 1 + ranks + detokenizers}
+        # HTTP workers count from 1.
+        self._first_line["tokenizer_worker"] = self._first_line["router"]
+        self._workers = range(
+            self._line("tokenizer_worker", 1), self._line("tokenizer_worker", workers + 1), _LINE_WORDS
+        )
+
+    @staticmethod
+    def create(name: str, ranks: int, detokenizers: int, workers: int) -> SharedBlock:
+        """Create the block of a board, all zero."""
+        return SharedBlock(name, bytes((2 + ranks + detokenizers + workers) * _LINE_WORDS * _WORD_SIZE))
+
+    def _line(self, role: str, index: int) -> int:
+        return (self._first_line[role] + index) * _LINE_WORDS
+
+    # Written by the launcher
+
+    def set_ready(self, ready: bool) -> None:
+        """Say whether all parts are up."""
+        self._words[_LOAD] = ready
+
+    def set_life(self, role: str, index: int, life: int) -> None:
+        """Say which life of a process is up; 0: none. A new life begins without load."""
+        line = self._line(role, index)
+        self._words[line + _LIFE] = life
+
+    # Written by each process, in its own line
+
+    def slot(self, role: str, index: int) -> LoadSlot:
+        """Return the line of this process, for writing."""
+        return LoadSlot(self, self._words, self._line(role, index))
+
+    # Read by all
+
+    def is_ready(self) -> bool:
+        """Whether all parts are up."""
+        return bool(self._words[_LOAD])
+
+    def lowest_connections(self) -> int:
+        """Return the fewest connections that an HTTP worker which is up has open; 0 when none is up."""
+        words = self._words
+        return min([words[line + _LOAD] for line in self._workers if words[line + _LIFE]], default=0)
+
+    def figures(self, role: str, index: int) -> dict[str, int]:
+        """Return what a process's line says."""
+        line = self._line(role, index)
+        return {
+            "life": self._words[line + _LIFE],
+            "load": self._words[line + _LOAD],
+            "waiting": self._words[line + _WAITING],
+        }
+
+
+class LoadSlot:
+    """One process's line.
+
+    Parameters
+    ----------
+    board : LoadBoard
+        The board.
+    words : memoryview
+        Its words.
+    line : int
+        Index of the line's first word.
+    """
+
+    def __init__(self, board: LoadBoard, words: memoryview, line: int) -> None:
+        self._board = board
+        self._words = words
+        self._line = line
+        self.publish_load(0, 0)
+
+    def publish_load(self, load: int, waiting: int) -> None:
+        """Put down running and waiting requests."""
+        self._words[self._line + _LOAD] = load
+        self._words[self._line + _WAITING] = waiting
+
+    def set_connections(self, n: int) -> None:
+        """Put down the open connections of this HTTP worker."""
+        self._words[self._line + _LOAD] = n
+
+    def lowest_connections(self) -> int:
+        """Return the fewest connections that an HTTP worker which is up has open."""
+        return self._board.lowest_connections()

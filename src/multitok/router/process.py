@@ -1,0 +1,23 @@
+"""The router process."""
+
+from __future__ import annotations
+
+from multitok.config import PortArgs
+from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.router.multi_tokenizer_router import MultiTokenizerRouter
+
+
+def run_router_process(port_args: PortArgs) -> None:
+    """Run the router until the launcher says stop.
+
+    Parameters
+    ----------
+    port_args : PortArgs
+        Where the parts meet.
+
+    Raises
+    ------
+    LauncherGone
+        The launcher has exited.
+    """
+    MultiTokenizerRouter(port_args, LauncherChannel(port_args.channel_fd)).run()

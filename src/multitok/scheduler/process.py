@@ -1,0 +1,60 @@
+"""A scheduler process with its engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.engines.registry import create_engine, parse_engine_args
+from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.scheduler.scheduler import Scheduler
+from multitok.tokenizer.errors import ModelError
+from multitok.tokenizer.model_files import ModelFiles
+
+_log = logging.getLogger(__name__)
+
+
+def run_scheduler_process(
+    server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, publish_load: Callable[[int, int], None]
+) -> None:
+    """Load the engine and serve until the launcher says stop.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        The user's options.
+    port_args : PortArgs
+        Where the parts meet, and which rank this is.
+    files : ModelFiles
+        The model.
+    publish_load : callable
+        Puts running and waiting requests on the load board.
+
+    Raises
+    ------
+    ModelError
+        The engine can't be made from these options.
+    LauncherGone
+        The launcher has exited.
+    """
+    channel = LauncherChannel(port_args.channel_fd)
+    try:
+        engine = create_engine(
+            server_args.engine,
+            files=files,
+            options=parse_engine_args(server_args.engine_arg),
+            max_running_requests=server_args.max_running_requests,
+            context_length=server_args.context_length,
+        )
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+    try:
+        scheduler = Scheduler(server_args, port_args, channel=channel, engine=engine, publish_load=publish_load)
+        # What loading left behind never needs to be looked at again.
+        gc.collect()
+        gc.freeze()
+        scheduler.event_loop()
+    finally:
+        engine.shutdown()

@@ -1,0 +1,229 @@
+"""Chat templates: messages to prompt text, as Hugging Face's `apply_chat_template` does it, in a sandbox.
+
+`ChatTemplate` is the only door; the environment behind it is one implementation of "messages to text".
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from multitok.tokenizer.content_format import content_format, tests_for_string
+from multitok.tokenizer.errors import ChatTemplateError, TemplateError
+
+Message = dict[str, Any]
+
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names that a request's chat_template_kwargs must not take from the template.
+_RESERVED = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "dict"})
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Parameters
+    ----------
+    source : str
+        The template, in Jinja.
+    bos_token, eos_token : str or None
+        Texts that the template may name.
+
+    Raises
+    ------
+    TemplateError
+        When it doesn't compile.
+
+    Attributes
+    ----------
+    content_format : {'string', 'parts'}
+        Whether the template expects a message's content as one string or walks over its parts.
+    """
+
+    def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
+        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+            line = getattr(error, "lineno", None)
+            raise TemplateError(f"the chat template is not valid{f', line {line}' if line else ''}: {error}") from error
+        self.content_format: Literal["string", "parts"] = content_format(tree)
+        # A template that only knows lists would walk over the letters of a string.
+        self._wrap_strings = self.content_format == "parts" and not tests_for_string(tree)
+        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+
+    def render(
+        self,
+        messages: list[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        **chat_template_kwargs: Any,
+    ) -> str:
+        """Render messages to the prompt's text; it holds BOS where the template says so, so encode it without.
+
+        Parameters
+        ----------
+        messages : list of dict
+            As in the API; content is a string or a list of text parts. Not changed.
+        add_generation_prompt : bool
+            End with the beginning of the assistant's turn; ignored with `continue_final_message`.
+        continue_final_message : bool
+            Leave the last message open, so that the model goes on with it.
+        tools, documents : list of dict or None
+            What the template knows under these names.
+        **chat_template_kwargs
+            Further variables of the template, such as ``enable_thinking``.
+
+        Raises
+        ------
+        ChatTemplateError
+            With the template's own words where it refuses the messages.
+        """
+        reserved = _RESERVED.intersection(chat_template_kwargs)
+        if reserved:
+            raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
+        prepared = [self._prepare(message) for message in messages]
+        tail = _open_final_message(prepared) if continue_final_message else None
+        try:
+            text = self._template.render(
+                messages=prepared,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                **{**self._tokens, **chat_template_kwargs},
+            )
+        except jinja2.UndefinedError as error:
+            raise ChatTemplateError(f"the chat template misses something in these messages: {error}") from error
+        except jinja2.TemplateError as error:
+            # What raise_exception() was given, or the sandbox's refusal.
+            raise ChatTemplateError(str(error)) from error
+        except Exception as error:  # a template is a program: with odd messages it can fail in any way
+            raise ChatTemplateError(f"the chat template can't render these messages: {error}") from error
+        return text if tail is None else _cut_after(text, tail)
+
+    def _prepare(self, message: Message) -> Message:
+        # Templates handle a key that is absent, but print "None" for one that is null.
+        prepared = {key: value for key, value in message.items() if value is not None}
+        content = prepared.get("content")
+        if isinstance(content, list):
+            texts = [_part_text(part) for part in content]
+            if self.content_format == "string":
+                prepared["content"] = "\n".join(texts)
+            else:
+                prepared["content"] = [{"type": "text", "text": text} for text in texts]
+        elif isinstance(content, str) and self._wrap_strings:
+            prepared["content"] = [{"type": "text", "text": content}]
+        return prepared
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        raise ChatTemplateError(f"content part of type {kind!r} is not supported; this model takes text parts only")
+    return text
+
+
+def _open_final_message(messages: list[Message]) -> str:
+    """Mark the end of the last message's text; returns that text."""
+    final = messages[-1] if messages else {}
+    content = final.get("content")
+    if isinstance(content, str):
+        final["content"] = content + _TAG
+        return content
+    if isinstance(content, list) and content:
+        text = cast("str", content[-1]["text"])
+        content[-1]["text"] = text + _TAG
+        return text
+    raise ChatTemplateError("continue_final_message needs a last message with text")
+
+
+def _cut_after(rendered: str, text: str) -> str:
+    end = rendered.rfind(_TAG.strip())
+    if end < 0 or text.strip() not in rendered:
+        raise ChatTemplateError("continue_final_message: the chat template leaves out the text of the last message")
+    # The tag's trailing space tells whether the template strips what it is given.
+    return rendered[:end] if rendered.startswith(_TAG, end) else rendered[:end].rstrip()
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``: marks the assistant's text for training; here it prints its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(Namespace):
+    """Jinja's ``namespace()`` without names that begin with an underscore, as in Hugging Face."""
+
+    # No self among the names, so that namespace(self=...) works.
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace can't hold {name!r}")
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which the models never saw.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _dict(*args: Iterable[Any], **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _SafeNamespace,
+        "dict": _dict,
+    }
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _to_json
+    return environment

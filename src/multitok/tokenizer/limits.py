@@ -1,0 +1,67 @@
+"""What fits: ids into the vocabulary, prompt and output into the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from multitok.messages.sampling import SamplingParams
+from multitok.tokenizer.requests import GenerateInput, RequestError
+
+
+def check_ids(ids: Sequence[int] | memoryview, vocab_size: int) -> None:
+    """Check token ids.
+
+    Raises
+    ------
+    RequestError
+        400: there are none, or some are outside ``[0, vocab_size)``.
+    """
+    if not len(ids):
+        raise RequestError(400, "the prompt is empty", "prompt")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", "prompt")
+
+
+def fit_output(request: GenerateInput, prompt_tokens: int, context_length: int) -> SamplingParams:
+    """Return the sampling parameters with a token limit that the context has room for.
+
+    Raises
+    ------
+    RequestError
+        400: the prompt leaves no room, or less than was asked for.
+    """
+    room = context_length - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            400, f"the prompt of {prompt_tokens} tokens leaves no room in the context of {context_length}", "prompt"
+        )
+    if request.max_new_tokens is None:
+        return msgspec.structs.replace(request.sampling_params, max_new_tokens=room)
+    if request.max_new_tokens > room:
+        raise RequestError(
+            400,
+            f"the context of {context_length} tokens has room for {room} after the prompt of {prompt_tokens}, "
+            f"and {request.max_new_tokens} were asked for",
+            "max_tokens",
+        )
+    return request.sampling_params
+
+
+def fit_prompt(ids: bytes, context_length: int, truncate: bool) -> bytes:
+    """Return packed ids that fit an encoder, cut where that is wanted.
+
+    Raises
+    ------
+    RequestError
+        400: there are too many.
+    """
+    length = len(ids) // 4
+    if length <= context_length:
+        return ids
+    if not truncate:
+        raise RequestError(400, f"the input of {length} tokens exceeds the model's limit of {context_length}", "input")
+    # The closing special token ([SEP]) stays, as in sentence-transformers.
+    return ids[: (context_length - 1) * 4] + ids[-4:]

@@ -1,0 +1,354 @@
+"""TokenizerManager: a request's life in one HTTP process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+import zmq
+from tokenizers import Tokenizer
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.engines.base import EngineInfo
+from multitok.ipc.sender_wrapper import FrameSender, SenderWrapper
+from multitok.ipc.sockets import bind_pull
+from multitok.messages.numbers import RequestNumbers, owner_address
+from multitok.messages.to_detokenizer import BatchTokenIDOutput
+from multitok.messages.to_scheduler import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    DecodeParams,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from multitok.messages.to_tokenizer import BatchStrOutput
+from multitok.tokenizer.backends import TokenizerBackend
+from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
+from multitok.tokenizer.chat_template import ChatTemplate
+from multitok.tokenizer.limits import check_ids, fit_output, fit_prompt
+from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.requests import (
+    EmbeddingInput,
+    EmbeddingSink,
+    GenerateInput,
+    GenerateSink,
+    RequestError,
+    Submission,
+)
+from multitok.tokenizer.results import ResultReceiver
+
+_log = logging.getLogger(__name__)
+
+# Measured: the reference tokenizer takes about 1 us per character, so this is at most a few milliseconds.
+_INLINE_CHARACTERS = 4096
+# Enough ids for whatever a decoder's text depends on: an open character, a run of byte tokens, the first space.
+_TAIL_IDS = 16
+_NO_ROOM = "the server does not take requests at the moment; try again later"
+
+
+class TextOfIds(Protocol):
+    """Gives the text and the bytes of one id alone."""
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Return text and bytes."""
+        ...
+
+
+class TokenizerManager:
+    """Validation, tokenization, sending, state, the stream of results, abort: for every request of one HTTP process.
+
+    Topology: routes call `submit`; here --SenderWrapper--> schedulers (in single mode directly, see `TokenizerWorker`);
+    detokenizers --> `ResultReceiver` --> the routes' sinks. All of it runs in the event loop's thread, except that long
+    texts are tokenized in a thread.
+
+    Parameters
+    ----------
+    server_args : ServerArgs
+        The user's options.
+    port_args : PortArgs
+        Where the parts meet.
+    files : ModelFiles
+        The model's name, chat template and so on.
+    engine_info : EngineInfo
+        What the engine is and can do.
+    backend : TokenizerBackend
+        Tokenizes.
+    tokenizer : Tokenizer
+        The reference, for /detokenize.
+    token_texts : TextOfIds
+        For log probabilities.
+    sender : FrameSender
+        Takes what goes to the schedulers.
+    detokenize_step : callable or None
+        Decodes batches of ids, where the owner does that itself.
+    is_ready : callable
+        Whether all parts are up.
+    describe : callable
+        Returns what /server_info says of the running processes.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        port_args: PortArgs,
+        files: ModelFiles,
+        engine_info: EngineInfo,
+        *,
+        backend: TokenizerBackend,
+        tokenizer: Tokenizer,
+        token_texts: TextOfIds,
+        sender: FrameSender,
+        detokenize_step: Callable[[BatchTokenIDOutput], BatchStrOutput | None] | None,
+        is_ready: Callable[[], bool],
+        describe: Callable[[], dict[str, object]],
+    ) -> None:
+        self.server_args = server_args
+        self.disaggregation_mode = server_args.disaggregation_mode
+        self.engine_info = engine_info
+        self.served_model_name = server_args.served_model_name or files.name
+        self.created = int(time.time())
+        self.context_length = engine_info.context_length
+        self.chat_template = (
+            ChatTemplate(files.chat_template, files.bos_token, files.eos_token) if files.chat_template else None
+        )
+        self.worker_id = port_args.index
+        self.tokenizer_ipc_name = owner_address(port_args.index, port_args.life)
+        self.is_ready = is_ready
+        self.token_text = token_texts.token_text
+        self._describe = describe
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._numbers = RequestNumbers(port_args.index, port_args.life)
+        self._detokenizers = max(1, len(port_args.detokenizer_ipc_names))
+        # Workers begin at different ones.
+        self._turn = self.worker_id
+        self._sender = SenderWrapper(sender, self.tokenizer_ipc_name, port_args.start_token)
+        self.results = ResultReceiver(
+            bind_pull(port_args.endpoint(self.tokenizer_ipc_name)),
+            self._sender,
+            port_args.start_token,
+            detokenize_step,
+        )
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # Life
+
+    def start(self) -> None:
+        """Begin to receive results; from inside the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self.results.start(self._loop)
+
+    def close(self) -> None:
+        """Stop receiving; what has not been acknowledged or aborted is said first."""
+        self.results.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def server_info(self) -> dict[str, object]:
+        """Return what /server_info says."""
+        return {
+            "model": self.served_model_name,
+            "engine": msgspec.to_builtins(self.engine_info),
+            "server_args": msgspec.to_builtins(self.server_args),
+            "chat_template": self.chat_template is not None,
+            "worker": {
+                "worker_id": self.worker_id,
+                "address": self.tokenizer_ipc_name,
+                "running_requests": len(self.results),
+            },
+            **self._describe(),
+        }
+
+    # Requests
+
+    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
+        """Start a generation.
+
+        Parameters
+        ----------
+        request : GenerateInput
+            What to do.
+        sink : GenerateSink
+            Hears of it; never from inside this call.
+
+        Returns
+        -------
+        Submission
+            For aborting it.
+
+        Raises
+        ------
+        RequestError
+            It can't be done; the sink hears nothing.
+        """
+        self._check_task("generate")
+        call = GenerateCall(request, sink, self._end_early)
+        self._tokenize(request.prompts, request.add_special_tokens, call, self._send_generate)
+        return call
+
+    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
+        """Start an embedding; see `submit`."""
+        self._check_task("embed")
+        call = EmbeddingCall(request, sink, self._end_early)
+        self._tokenize(request.prompts, True, call, self._send_embedding)
+        return call
+
+    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
+        """End requests by the user's id, or all, whoever owns them; their callers are told.
+
+        Raises
+        ------
+        RequestError
+            The schedulers can't be reached at the moment.
+        """
+        try:
+            self._sender.send(AbortReq(rid=request_id, abort_all=abort_all))
+        except zmq.Again as error:
+            raise RequestError(503, _NO_ROOM) from error
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
+        """Return the packed int32 ids of a text."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._backend.encode, text, add_special_tokens)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids.
+
+        Raises
+        ------
+        ValueError
+            Some are outside the vocabulary.
+        """
+        check_ids(ids, self.engine_info.vocab_size)
+        if len(ids) <= _INLINE_CHARACTERS:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._threads, lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    # Inside
+
+    def _check_task(self, task: str) -> None:
+        if self.engine_info.task != task:
+            what = "generates text" if self.engine_info.task == "generate" else "makes embeddings"
+            raise RequestError(400, f"the model {self.served_model_name} only {what}", "model")
+
+    def _tokenize(
+        self,
+        prompts: list[str | bytes],
+        add_special_tokens: bool,
+        call: GenerateCall | EmbeddingCall,
+        then: Callable[[GenerateCall | EmbeddingCall, list[bytes]], None],
+    ) -> None:
+        """Get the ids of all prompts and go on with `then`: at once, or from the loop when it takes longer."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+            encoded = iter([self._backend.encode(text, add_special_tokens) for text in texts])
+            then(call, [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts])
+            return
+
+        def finish(future: Future[list[bytes]]) -> None:
+            if call.ended:
+                return
+            try:
+                encoded = iter(future.result())
+                then(call, [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts])
+            except RequestError as error:
+                call.fail(error)
+            except Exception as error:
+                _log.exception("tokenization failed")
+                call.fail(RequestError(500, f"tokenization failed: {error}"))
+
+        loop = self._loop or asyncio.get_running_loop()
+        future = self._threads.submit(self._backend.encode_batch, texts, add_special_tokens)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
+
+    def _send_generate(self, call: GenerateCall | EmbeddingCall, prompt_ids: list[bytes]) -> None:
+        assert isinstance(call, GenerateCall)
+        request = call.request
+        call.prompt_ids = prompt_ids
+        children: list[TokenizedGenerateReqInput] = []
+        several = len(prompt_ids) * request.n > 1
+        for prompt, ids in zip(request.prompts, prompt_ids, strict=True):
+            self._check_prompt(prompt, ids)
+            params = fit_output(request, len(ids) // 4, self.context_length)
+            decode_params = DecodeParams(
+                prompt_tail=ids[-4 * _TAIL_IDS :] if request.raw else b"",
+                stop=request.stop or None,
+                skip_special_tokens=request.skip_special_tokens,
+                min_new_tokens=params.min_new_tokens,
+                stream=request.stream,
+            )
+            for i in range(request.n):
+                seeded = (
+                    params if params.seed is None or i == 0 else msgspec.structs.replace(params, seed=params.seed + i)
+                )
+                children.append(
+                    TokenizedGenerateReqInput(
+                        number=self._numbers.next(),
+                        rid=self._sub_id(request.request_id, len(children), several),
+                        input_ids=ids,
+                        sampling_params=seeded,
+                        decode_params=decode_params,
+                        detokenizer=self._next_detokenizer(),
+                        priority=request.priority,
+                    )
+                )
+        self._send(call, BatchTokenizedGenerateReqInput(numbers=[c.number for c in children], batch=children))
+
+    def _send_embedding(self, call: GenerateCall | EmbeddingCall, prompt_ids: list[bytes]) -> None:
+        assert isinstance(call, EmbeddingCall)
+        request = call.request
+        for prompt, ids in zip(request.prompts, prompt_ids, strict=True):
+            self._check_prompt(prompt, ids)
+        call.prompt_ids = [fit_prompt(ids, self.context_length, request.truncate) for ids in prompt_ids]
+        children = [
+            TokenizedEmbeddingReqInput(
+                number=self._numbers.next(),
+                rid=self._sub_id(request.request_id, i, len(prompt_ids) > 1),
+                input_ids=ids,
+                detokenizer=self._next_detokenizer(),
+                priority=request.priority,
+            )
+            for i, ids in enumerate(call.prompt_ids)
+        ]
+        self._send(call, BatchTokenizedEmbeddingReqInput(numbers=[c.number for c in children], batch=children))
+
+    def _send(
+        self,
+        call: GenerateCall | EmbeddingCall,
+        message: BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput,
+    ) -> None:
+        try:
+            self._sender.send(message)
+        except zmq.Again as error:
+            raise RequestError(503, _NO_ROOM) from error
+        call.message = message
+        for index, child in enumerate(message.batch):
+            self.results.add(SubRequest(child.number, call, index, len(child.input_ids) // 4))
+
+    def _check_prompt(self, prompt: str | bytes, ids: bytes) -> None:
+        if not ids:
+            raise RequestError(400, "the prompt is empty", "prompt")
+        if isinstance(prompt, bytes):
+            check_ids(memoryview(prompt).cast("i"), self.engine_info.vocab_size)
+
+    def _end_early(self, running: Iterable[SubRequest]) -> None:
+        self.results.abort(running)
+
+    def _next_detokenizer(self) -> int:
+        self._turn = (self._turn + 1) % self._detokenizers
+        return self._turn
+
+    @staticmethod
+    def _sub_id(request_id: str | None, index: int, several: bool) -> str | None:
+        return f"{request_id}-{index}" if several and request_id is not None else request_id

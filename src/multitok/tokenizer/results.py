@@ -1,0 +1,255 @@
+"""ResultReceiver: takes each step's results off the socket and calls the sinks; says what has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+
+from multitok.ipc.sender_wrapper import SenderWrapper
+from multitok.ipc.sockets import descriptor, drain, readable
+from multitok.messages.base import FinishReason
+from multitok.messages.codec import FrameDecoder
+from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq
+from multitok.messages.to_scheduler import AbortReq, AckReq
+from multitok.messages.to_tokenizer import BatchStrOutput, ToTokenizer
+from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
+from multitok.tokenizer.requests import EmbeddingOutput, GenerateOutput, RequestError
+
+_log = logging.getLogger(__name__)
+_ACK_BATCH = 64
+_ACK_DELAY_S = 0.5
+_RETRY_DELAY_S = 0.05
+
+
+class ResultReceiver:
+    """The owner's side of every running request.
+
+    Parameters
+    ----------
+    socket : zmq.Socket
+        PULL socket of this owner's address.
+    sender : SenderWrapper
+        For acknowledgements and aborts.
+    start_token : bytes
+        Mark of this start.
+    detokenize_step : callable or None
+        Decodes batches of ids, where no detokenizer does.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        sender: SenderWrapper,
+        start_token: bytes,
+        detokenize_step: Callable[[BatchTokenIDOutput], BatchStrOutput | None] | None,
+    ) -> None:
+        self._socket = socket
+        self._sender = sender
+        self._detokenize_step = detokenize_step
+        self._frames: FrameDecoder[ToTokenizer] = FrameDecoder(start_token, ToTokenizer)
+        self._requests: dict[int, SubRequest] = {}
+        self._ended: list[int] = []
+        self._unsent: list[AbortReq | AckReq] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        """Return how many sub-requests are running."""
+        return len(self._requests)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to receive."""
+        self._loop = loop
+        loop.add_reader(descriptor(self._socket), self._on_readable)
+        # The descriptor is edge-triggered: what came before it was watched shows no edge.
+        loop.call_soon(self._on_readable)
+
+    def close(self) -> None:
+        """Stop receiving; say first what has ended."""
+        if self._loop is not None:
+            self._loop.remove_reader(descriptor(self._socket))
+        self._acknowledge()
+        self._socket.close()
+
+    def add(self, request: SubRequest) -> None:
+        """Expect results of a request."""
+        self._requests[request.number] = request
+        request.call.running[request.number] = request
+
+    def abort(self, requests: Iterable[SubRequest]) -> None:
+        """End requests in the engine, and expect nothing more of them."""
+        for request in requests:
+            self._requests.pop(request.number, None)
+            self._say(AbortReq(number=request.number))
+
+    # Receiving
+
+    def _on_readable(self) -> None:
+        for frames in drain(self._socket):
+            if not self._frames.is_ours(frames[0]):
+                continue
+            try:
+                message = self._frames.decode(frames[0])
+            except msgspec.DecodeError:
+                _log.exception("dropped results that can't be decoded")
+                continue
+            self._handle(message)
+        if self._loop is not None and readable(self._socket):
+            self._loop.call_soon(self._on_readable)
+
+    def _handle(self, message: ToTokenizer) -> None:
+        match message:
+            case BatchStrOutput():
+                self._handle_text(message)
+            case BatchTokenIDOutput():
+                if self._detokenize_step is None:
+                    _log.error("ids came to an owner that does not decode")
+                elif (decoded := self._detokenize_step(message)) is not None:
+                    self._handle_text(decoded)
+            case BatchEmbeddingOutput():
+                self._handle_embeddings(message)
+            case RefusedReq():
+                request = self._requests.pop(message.number, None)
+                if request is not None:
+                    request.call.running.pop(message.number, None)
+                    request.call.fail(RequestError(message.status, message.message))
+            case _:
+                _log.error("%s came, which nobody asked for", type(message).__name__)
+
+    def _handle_text(self, batch: BatchStrOutput) -> None:
+        ids, lengths, finished = batch.output_ids, batch.output_lengths, batch.finished_reasons
+        first_indexes, texts, requests = batch.first_indexes, batch.output_strs, self._requests
+        touched: dict[int, GenerateCall] = {}
+        end = 0
+        for i, number in enumerate(batch.numbers):
+            start, end = end, end + (4 if lengths is None else 4 * lengths[i])
+            finish = None if finished is None else finished[i]
+            request = requests.get(number)
+            if request is None:
+                if finish is not None:
+                    self._end(number, finish)
+                continue
+            call = request.call
+            assert isinstance(call, GenerateCall)
+            row_ids = ids[start:end]
+            have = len(request.output_ids) // 4
+            if first_indexes[i] != have and row_ids:
+                if first_indexes[i] * 4 + len(row_ids) <= have * 4 and finish is None:
+                    continue
+                _log.error("request %d: output %d came where %d was due", number, first_indexes[i], have)
+                self._finish(request, number, finish)
+                call.fail(RequestError(500, "a part of the answer was lost"))
+                continue
+            request.output_ids += row_ids
+            request.text_length += len(texts[i])
+            if batch.cached_tokens is not None:
+                request.cached_tokens = batch.cached_tokens[i] or request.cached_tokens
+            output = GenerateOutput(request.index, texts[i], row_ids, finish)
+            output.completion_tokens = have + len(row_ids) // 4
+            if batch.extras is not None:
+                _add_extras(output, batch, i)
+            if finish is not None:
+                self._finish(request, number, finish)
+                if finish.type in ("error", "abort"):
+                    call.fail(_error_of(finish))
+                    continue
+                output.prompt_tokens = request.prompt_tokens
+                output.cached_tokens = request.cached_tokens
+            touched[id(call)] = call
+            self._deliver(call, output)
+        for call in touched.values():
+            if not call.ended:
+                self._guarded(call, call.sink.on_step_end)
+                call.ended = call.ended or not call.running
+
+    def _deliver(self, call: GenerateCall, output: GenerateOutput) -> None:
+        self._guarded(call, lambda: call.sink.on_output(output))
+
+    def _guarded(self, call: GenerateCall | EmbeddingCall, deliver: Callable[[], None]) -> None:
+        try:
+            deliver()
+        except Exception as error:
+            _log.exception("a result could not be handed to its connection")
+            call.fail(RequestError(500, f"the answer could not be written: {error}"))
+
+    def _handle_embeddings(self, batch: BatchEmbeddingOutput) -> None:
+        for i, number in enumerate(batch.numbers):
+            finish = batch.finished_reasons[i]
+            request = self._requests.get(number)
+            if request is None:
+                self._end(number, finish)
+                continue
+            self._finish(request, number, finish)
+            call = request.call
+            assert isinstance(call, EmbeddingCall)
+            embedding = None if batch.embeddings is None else batch.embeddings[i]
+            if embedding is None:
+                call.fail(_error_of(finish))
+                continue
+            sink, output = call.sink, EmbeddingOutput(request.index, embedding, request.prompt_tokens)
+            call.ended = not call.running
+            self._guarded(call, lambda sink=sink, output=output: sink.on_output(output))  # type: ignore[misc]
+
+    # Ends
+
+    def _finish(self, request: SubRequest, number: int, finish: FinishReason | None) -> None:
+        del self._requests[number]
+        request.call.running.pop(number, None)
+        if finish is None:
+            self._say(AbortReq(number=number))
+        else:
+            self._end(number, finish)
+
+    def _end(self, number: int, finish: FinishReason) -> None:
+        """Let the scheduler forget a request; one that a stop string has ended still runs there."""
+        if isinstance(finish.matched, str) or finish.type == "error":
+            self._say(AbortReq(number=number))
+        elif finish.type != "abort":
+            self._ended.append(number)
+            if len(self._ended) >= _ACK_BATCH:
+                self._acknowledge()
+            elif self._timer is None and self._loop is not None:
+                self._timer = self._loop.call_later(_ACK_DELAY_S, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ended:
+            ended, self._ended = self._ended, []
+            self._say(AckReq(numbers=ended))
+
+    def _say(self, message: AbortReq | AckReq) -> None:
+        self._unsent.append(message)
+        self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            try:
+                self._sender.send(self._unsent[0])
+            except zmq.Again:
+                if self._loop is not None:
+                    self._loop.call_later(_RETRY_DELAY_S, self._send_unsent)
+                return
+            del self._unsent[0]
+
+
+def _add_extras(output: GenerateOutput, batch: BatchStrOutput, i: int) -> None:
+    extras = batch.extras
+    assert extras is not None
+    if extras.output_token_logprobs is not None:
+        output.logprobs = extras.output_token_logprobs[i]
+    if extras.output_top_logprobs is not None:
+        output.top_logprobs = extras.output_top_logprobs[i]
+    if extras.reasoning_tokens is not None:
+        output.reasoning_tokens = extras.reasoning_tokens[i] or 0
+
+
+def _error_of(finish: FinishReason) -> RequestError:
+    if finish.type == "abort":
+        return RequestError(503, finish.message or "the request was aborted")
+    return RequestError(finish.status or 500, finish.message or "the engine failed")
