@@ -35,7 +35,8 @@ def test_smollm2_adds_its_default_system_prompt(smollm2):
 def test_smollm2_renders_every_turn(smollm2):
     messages = [{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello!"), user(" again \n")]
     assert smollm2.render(messages) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello!<|im_end|>\n"
         "<|im_start|>user\n again \n<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -190,10 +191,13 @@ STRING_TEMPLATES = [
 ]
 PART_TEMPLATES = [
     "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c.text }}{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c.text }}{% endfor %}"
+    "{% endfor %}",
     "{% for m in messages %}{% set body = m.content %}{% for c in body[0:] %}{{ c.text }}{% endfor %}{% endfor %}",
-    "{% macro show(x) %}{% for c in x %}{{ c.text }}{% endfor %}{% endmacro %}{% for m in messages %}{{ show(m.content) }}{% endfor %}",
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}{% endfor %}",
+    "{% macro show(x) %}{% for c in x %}{{ c.text }}{% endfor %}{% endmacro %}"
+    "{% for m in messages %}{{ show(m.content) }}{% endfor %}",
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{{ c.text }}{% endfor %}{% endif %}{% endfor %}",
 ]
 
 

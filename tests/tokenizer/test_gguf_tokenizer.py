@@ -135,7 +135,7 @@ def test_every_kind_decodes_what_it_encoded(tmp_path, kind):
 )
 def test_unknown_pre_tokenizer_is_refused_with_advice(tmp_path, pre, said):
     path = byte_level(tmp_path / "x.gguf", pre)
-    with pytest.raises(ModelError, match=f"{said}.*give the model's original tokenizer with --tokenizer DIR"):
+    with pytest.raises(ModelError, match=rf"{said}.*give the model's original tokenizer with --tokenizer DIR"):
         build(path)
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path):
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(100))
     with pytest.raises(ModelError, match="little-endian"):
         GgufMetadata(path)
-    with pytest.raises(ModelError, match="can't read .*No such file"):
+    with pytest.raises(ModelError, match=r"can't read .*No such file"):
         GgufMetadata(tmp_path / "none.gguf")
 
 

@@ -245,7 +245,8 @@ def test_a_folder_goes_before_a_hub_id(folder, monkeypatch):
     shutil.move(folder, folder.parent.parent / "moved")
     (folder.parent.parent / "org").mkdir()
     shutil.move(folder.parent.parent / "moved", folder.parent.parent / "org" / "name")
-    assert resolve_model("org/name").model_path == "org/name"
+    files = resolve_model("org/name")
+    assert (files.name, files.model_path) == ("name", str(folder.parent.parent / "org" / "name"))
 
 
 def raising(error):

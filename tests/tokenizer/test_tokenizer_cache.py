@@ -12,6 +12,7 @@ from gguf_files import byte_level
 from tokenizers import Tokenizer
 
 from multitok.tokenizer import tokenizer_cache
+from multitok.tokenizer.errors import ModelError
 from multitok.tokenizer.gguf_metadata import GgufMetadata
 from multitok.tokenizer.tokenizer_cache import cached_tokenizer_file, default_cache_dir
 
@@ -129,3 +130,19 @@ def test_many_processes_that_start_at_once_all_get_a_whole_file(tmp_path, metada
     assert len(set(results)) == 1
     assert Tokenizer.from_str(results[0].decode()).encode("he").ids == [256]
     assert len(content(tmp_path / "cache" / "tokenizers")) == 2
+
+
+def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert default_cache_dir() == tmp_path / f"multitok-{os.geteuid()}"
+
+
+def test_no_place_at_all_is_an_error_for_the_user(tmp_path, metadata, monkeypatch):
+    def full(target, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenizer_cache, "_write", full)
+    with pytest.raises(ModelError, match=r"can't be stored in .* \(No space left on device\); set XDG_CACHE_HOME"):
+        cached_tokenizer_file(metadata, tmp_path / "cache")

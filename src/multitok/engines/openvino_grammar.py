@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import openvino_genai as genai
+from openvino import opset13 as op
 
-from multitok.engines.openvino_runtime import error_text, ov
+from multitok.engines.openvino_errors import error_text
 from multitok.messages.sampling import Grammar
 
 # Grammars known to be good; a program that sends a new schema per request must not make this grow.
@@ -82,7 +84,6 @@ class GrammarChecker:
 
 def _tiny_model(vocab_size: int) -> Any:
     """Build the smallest language model that the pipeline takes: one attention layer of width 16, all weights zero."""
-    from openvino import opset13 as op
 
     def integers(*values: int) -> Any:
         return op.constant(np.array(values, dtype=np.int64))

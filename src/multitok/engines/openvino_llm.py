@@ -1,7 +1,7 @@
 """Text generation on OpenVINO GenAI: continuous batching, paged attention, prefix caching, from GGUF or OpenVINO IR.
 
-`step` holds the GIL for its whole time, so nothing else in this process runs meanwhile; ``max_num_batched_tokens`` keeps
-it short, also when a long prompt comes in.
+`step` holds the GIL for its whole time, so nothing else in this process runs meanwhile; ``max_num_batched_tokens``
+keeps it short, also when a long prompt comes in.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
+import openvino_genai as genai
+from openvino_genai.py_openvino_genai import GenerationFinishReason
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
-from multitok.engines.openvino_runtime import error_text, ov  # before openvino_genai, which imports openvino
+from multitok.engines.openvino_errors import error_text
+from multitok.engines.openvino_grammar import GrammarChecker, structured_output_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import SamplingParams
-
-import openvino_genai as genai  # isort: skip
-from openvino_genai.py_openvino_genai import GenerationFinishReason  # isort: skip
-
-from multitok.engines.openvino_grammar import GrammarChecker, structured_output_config  # isort: skip
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class OpenVINOEngine:
 
     Parameters
     ----------
-    model_path : Path
+    model_path : Path or str
         A GGUF file, or a folder with ``openvino_model.xml``.
     options : dict of str to str
         ``device`` (CPU); ``num_threads`` (all cores); ``kv_cache_gb`` whole gigabytes (2) or ``kv_cache_tokens``;
@@ -95,7 +94,7 @@ class OpenVINOEngine:
 
     def __init__(
         self,
-        model_path: Path,
+        model_path: Path | str,
         options: dict[str, str],
         *,
         eos_token_ids: Sequence[int],
@@ -233,7 +232,7 @@ class OpenVINOEngine:
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         # This request had one block; its part of the whole, in per cent, is the only way to learn the whole.
-        usage = self._pipeline.get_metrics().cache_usage
+        usage = float(self._pipeline.get_metrics().cache_usage)
         if not handle.can_read() or usage <= 0:
             raise ValueError("the model did not generate a token at start")
         return round(100 / usage)

@@ -65,37 +65,41 @@ def create_engine(
     ValueError
         The engine or an option is unknown or wrong.
     """
-    if context_length is None:
-        context_length = files.context_length
-    elif context_length > files.context_length:
-        raise ValueError(f"context length {context_length} is above the model's {files.context_length}")
-    if name == "simulated":
-        from multitok.engines.simulated import SimulatedEngine
+    if name not in ENGINE_NAMES:
+        raise ValueError(f"there is no engine {name!r}; there are: {', '.join(ENGINE_NAMES)}")
+    known = files.context_length
+    if context_length is not None and known is not None and context_length > known:
+        raise ValueError(f"context length {context_length} is above the model's {known}")
+    if name == "openvino" and not files.model_path:
+        raise ValueError("engine 'openvino' needs a model, not only a tokenizer")
+    if name == "openvino" and files.task == "embed":
+        from multitok.engines.openvino_encoder import OpenVINOEncoder
 
-        if max_running_requests is not None:
-            options = {"max_running": str(max_running_requests), **options}
-        return SimulatedEngine(
-            options,
-            vocab_size=files.vocab_size,
-            eos_token_ids=files.eos_token_ids,
-            context_length=context_length,
-            task=files.task,
+        return OpenVINOEncoder(
+            files.model_path, options, context_length=context_length, max_running_requests=max_running_requests
         )
+    length = context_length or known
+    if length is None:
+        raise ValueError("the model's files don't say how long a context may be: set it")
     if name == "openvino":
-        if files.task == "embed":
-            from multitok.engines.openvino_encoder import OpenVINOEncoder
-
-            return OpenVINOEncoder(
-                files.model_path, options, context_length=context_length, max_running_requests=max_running_requests
-            )
         from multitok.engines.openvino_llm import OpenVINOEngine
 
         return OpenVINOEngine(
             files.model_path,
             options,
             eos_token_ids=files.eos_token_ids,
-            context_length=context_length,
+            context_length=length,
             vocab_size=files.vocab_size,
             max_running_requests=max_running_requests,
         )
-    raise ValueError(f"there is no engine {name!r}; there are: {', '.join(ENGINE_NAMES)}")
+    from multitok.engines.simulated import SimulatedEngine
+
+    if max_running_requests is not None:
+        options = {"max_running": str(max_running_requests), **options}
+    return SimulatedEngine(
+        options,
+        vocab_size=files.vocab_size,
+        eos_token_ids=files.eos_token_ids,
+        context_length=length,
+        task=files.task,
+    )

@@ -15,6 +15,8 @@ class ChatTemplate(Protocol):
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **kwargs: Any,

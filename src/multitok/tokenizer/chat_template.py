@@ -53,7 +53,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(tree)
-        except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             raise TemplateError(f"the chat template is not valid{f', line {line}' if line else ''}: {error}") from error
         self.content_format: Literal["string", "parts"] = content_format(tree)

@@ -46,7 +46,7 @@ class GgufMetadata:
                 self._read(data)
         except OSError as error:
             raise ModelError(f"can't read {path}: {error.strerror or error}") from error
-        except (struct.error, ValueError, MemoryError) as error:
+        except (struct.error, ValueError, MemoryError, RecursionError) as error:
             raise ModelError(f"{path} is a damaged or cut off GGUF file: {error}") from error
 
     def get(self, key: str, kind: type[T], default: T) -> T:

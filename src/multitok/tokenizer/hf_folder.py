@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from multitok.tokenizer.errors import ModelError
 
-_ENCODERS = ("bert", "roberta", "mpnet", "electra", "modernbert", "nomicbert", "gte", "newmodel")
+# Parts of a model_type: "bert" is in those of RoBERTa, DeBERTa, ModernBERT and the like too.
+_ENCODERS = ("bert", "mpnet", "electra")
 
 
 class FolderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +66,8 @@ def _is_encoder(path: Path, config: dict[str, Any]) -> bool:
 def _context_length(path: Path, config: dict[str, Any]) -> int | None:
     lengths = [_int(config.get(key)) for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")]
     length = next((value for value in lengths if value), None)
-    # RoBERTa's positions begin after the padding id, so two of them are never used.
-    if length is not None and "roberta" in str(config.get("model_type", "")):
+    # Here positions begin after the padding id, so two of them are never used.
+    if length is not None and str(config.get("model_type", "")) in ("roberta", "xlm-roberta", "camembert", "mpnet"):
         length -= 2
     trained = _int(_json(path / "sentence_bert_config.json").get("max_seq_length"))
     return min(length, trained) if length and trained else trained or length

@@ -333,7 +333,8 @@ class TokenizerManager:
         except zmq.Again as error:
             raise RequestError(503, _NO_ROOM) from error
         call.message = message
-        for index, child in enumerate(message.batch):
+        children: Sequence[TokenizedGenerateReqInput | TokenizedEmbeddingReqInput] = message.batch
+        for index, child in enumerate(children):
             self.results.add(SubRequest(child.number, call, index, len(child.input_ids) // 4))
 
     def _check_prompt(self, prompt: str | bytes, ids: bytes) -> None:

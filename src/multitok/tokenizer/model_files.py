@@ -220,7 +220,8 @@ def _folder(tokenizer: str) -> Path:
 def _locate(name: str, option: str, patterns: list[str] | None = None) -> Path:
     path = Path(name).expanduser()
     if path.exists():
-        return path
+        # Not resolved: in the hub's cache a link's target has lost its name.
+        return path.absolute()
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"{option} {name}: no such file or folder")
     return _download(name, option, patterns or _HUB_FILES)

@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from multitok import __version__
+from multitok.tokenizer.errors import ModelError
 from multitok.tokenizer.gguf_metadata import GgufMetadata
 from multitok.tokenizer.gguf_tokenizer import BUILDER_VERSION, build_tokenizer
 
@@ -23,10 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/multitok``, or ``~/.cache/multitok``."""
+    """Return ``$XDG_CACHE_HOME/multitok``, or ``~/.cache/multitok``; a temporary folder for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")
     # The XDG specification: a relative path is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache") / "multitok"
+    if os.path.isabs(base):
+        return Path(base) / "multitok"
+    return Path(home) / ".cache" / "multitok" if os.path.isabs(home) else _private_temp_dir()
 
 
 def cached_tokenizer_file(metadata: GgufMetadata, cache_dir: Path | None = None) -> Path:
@@ -43,7 +47,7 @@ def cached_tokenizer_file(metadata: GgufMetadata, cache_dir: Path | None = None)
     Raises
     ------
     ModelError
-        When no tokenizer can be built from the file.
+        When no tokenizer can be built from the file, or it can't be stored anywhere.
     """
     name = _name(metadata.path)
     folder = (cache_dir or default_cache_dir()) / "tokenizers"
@@ -57,7 +61,7 @@ def cached_tokenizer_file(metadata: GgufMetadata, cache_dir: Path | None = None)
         fallback = _private_temp_dir() / name
         logger.warning("the cache %s can't be written (%s); using %s", folder, error.strerror or error, fallback.parent)
         if not _is_intact(fallback):
-            _write(fallback, content)
+            _write_or_explain(fallback, content)
         return fallback
     return target
 
@@ -73,7 +77,7 @@ def _name(path: Path) -> str:
         tokenizers.__version__,
         BUILDER_VERSION,
     )
-    return f"{path.stem}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.json"
+    return f"{path.stem[:80]}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:24]}.json"
 
 
 def _checksum_file(target: Path) -> Path:
@@ -106,6 +110,14 @@ def _write(target: Path, content: bytes) -> None:
         except BaseException:
             os.unlink(temporary)
             raise
+
+
+def _write_or_explain(target: Path, content: bytes) -> None:
+    try:
+        _write(target, content)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"the tokenizer can't be stored in {target.parent} ({reason}); set XDG_CACHE_HOME") from error
 
 
 def _private_temp_dir() -> Path:
