@@ -83,6 +83,8 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         8 random bytes in front of every frame of this start.
     tokenizer_file : str
         The tokenizer.json that this start uses.
+    vocab_size : int
+        Ids are below it; may exceed the tokenizer's, where the model's table is padded.
     router_ipc_name : str or None
         Address that HTTP workers send requests to; None in single mode, where they go to the schedulers directly.
     control_ipc_name : str or None
@@ -102,6 +104,7 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str
     start_token: bytes
     tokenizer_file: str
+    vocab_size: int
     router_ipc_name: str | None
     control_ipc_name: str | None
     scheduler_ipc_names: list[str]

@@ -36,7 +36,7 @@ def run_detokenizer_process(
         The launcher has exited.
     """
     channel = LauncherChannel(port_args.channel_fd)
-    decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file))
+    decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file), port_args.vocab_size)
     _log.info("decoding by %s", decoder.strategy)
     manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder)
     if server_args.multi:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from openvino_genai.py_openvino_genai import GenerationFinishReason
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
 from multitok.engines.openvino_errors import error_text
@@ -319,7 +318,7 @@ class OpenVINOEngine:
                 output.output_ids += part.generated_ids
                 if live.logprobs:
                     logprobs += part.generated_log_probs
-                if part.finish_reason != GenerationFinishReason.NONE:
+                if part.finish_reason != genai.GenerationFinishReason.NONE:
                     output.finish = self._finish(part.finish_reason, output.output_ids)
         if live.logprobs:
             output.logprobs = logprobs
@@ -327,6 +326,6 @@ class OpenVINOEngine:
 
     @staticmethod
     def _finish(reason: Any, output_ids: list[int]) -> FinishReason:
-        if reason == GenerationFinishReason.LENGTH:
+        if reason == genai.GenerationFinishReason.LENGTH:
             return FinishReason("length")
         return FinishReason("stop", matched=output_ids[-1] if output_ids else None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
 
 
-def make_app(manager: Manager, hot_paths: Iterable[str], max_body_bytes: int, max_prompts: int) -> ASGIApp:
+def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int) -> ASGIApp:
     """Build the application.
 
     Parameters
@@ -41,8 +41,6 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_body_bytes: int, ma
         Does the work.
     hot_paths : iterable of str
         Paths whose POST the protocol serves; known here so that other methods get 405.
-    max_body_bytes : int
-        Largest request body.
     max_prompts : int
         Most texts of one request.
     """
@@ -65,7 +63,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_body_bytes: int, ma
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error},
     )
     app.router.redirect_slashes = False
-    return _Guard(app, max_body_bytes)
+    return _Guard(app)
 
 
 async def _unreachable(request: Request) -> Response:
@@ -85,14 +83,13 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
 
 
 class _Guard:
-    """Limits bodies, and turns whatever goes wrong into an answer in the error format.
+    """Turns whatever goes wrong into an answer in the error format.
 
     Outermost, so that an exception is logged once and reaches neither uvicorn's text answer nor Starlette's.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -105,12 +102,9 @@ class _Guard:
 
         headers: dict[str, str] = {}
         try:
-            await self._app(scope, self._limited(receive), watched_send)
+            await self._app(scope, receive, watched_send)
         except ClientDisconnect:
             return
-        except RequestError as exc:
-            error = exc
-            headers["connection"] = "close"
         except asyncio.CancelledError:
             # Only a drain whose time is up cancels a request.
             error = RequestError(503, "the server is shutting down")
@@ -123,16 +117,3 @@ class _Guard:
         if started:
             raise ClientDisconnect
         await error_response(error, headers)(scope, receive, send)
-
-    def _limited(self, receive: Callable[[], Awaitable[Message]]) -> Receive:
-        size = 0
-
-        async def limited_receive() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._limit:
-                raise RequestError(413, f"the body is larger than the limit of {self._limit} bytes")
-            return message
-
-        return limited_receive

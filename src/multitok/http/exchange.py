@@ -57,8 +57,8 @@ class HttpExchange:
     ----------
     protocol : DirectHttpProtocol
         The connection.
-    route : callable
-        Called with the exchange when the body is complete.
+    route : callable or None
+        Called with the exchange when the body is complete; None for a request that is refused for its size.
     headers : list of (bytes, bytes)
         Names are in lower case.
     chunked : bool
@@ -67,6 +67,8 @@ class HttpExchange:
         Whether the connection stays open afterwards.
     expect_continue : bool
         Whether the client waits for ``100 Continue`` before it sends the body.
+    too_large : bool
+        The body is known to be larger than allowed.
 
     Attributes
     ----------
@@ -106,12 +108,13 @@ class HttpExchange:
     def __init__(
         self,
         protocol: DirectHttpProtocol,
-        route: Route,
+        route: Route | None,
         headers: list[tuple[bytes, bytes]],
         *,
         chunked: bool,
         keep_alive: bool,
         expect_continue: bool,
+        too_large: bool = False,
     ) -> None:
         self.protocol = protocol
         self.transport = protocol.transport
@@ -123,7 +126,7 @@ class HttpExchange:
         self.expect_continue = expect_continue
         self.body = bytearray()
         self.more_body = True
-        self.too_large = False
+        self.too_large = too_large
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
@@ -286,6 +289,7 @@ class HttpExchange:
     # Inside.
 
     def _call_route(self) -> None:
+        assert self.route is not None
         try:
             self.route(self)
         except RequestError as error:

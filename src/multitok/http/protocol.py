@@ -74,6 +74,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         self._active: Any = None
         self._starting = False
         self._discarding = False
+        self._body_size = 0
 
     # Connection.
 
@@ -223,28 +224,38 @@ class DirectHttpProtocol(HttpToolsProtocol):
         route = self.server_state.routes.get(url.partition(b"?")[0]) if parser.get_method() == b"POST" else None
         previous = self.cycle
         busy = previous is not None and not previous.response_complete
-        if route is None:
+        self._body_size = 0
+        too_large = self._content_length() > self.server_state.max_body_bytes
+        direct = route is not None or too_large
+        if direct:
+            self.cycle = self._exchange(route, too_large)  # type: ignore[assignment]
+            if busy:
+                self.pipeline.appendleft((self.cycle, self.app))
+        else:
             super().on_headers_complete()
             if not busy:
                 self._active = self.cycle
-        else:
-            http11 = parser.get_http_version() == "1.1"
-            self.cycle = HttpExchange(  # type: ignore[assignment]
-                self,
-                route,
-                self.headers,
-                chunked=http11,
-                keep_alive=http11 and parser.should_keep_alive(),
-                expect_continue=self.expect_100_continue,
-            )
-            if busy:
-                self.pipeline.appendleft((self.cycle, self.app))
         if self.server_state.drain_grace is not None:
             self.cycle.keep_alive = False
         if busy:
             self._regulate_reading()
-        elif route is not None:
+        elif direct:
             self._begin(self.cycle)
+
+    def _content_length(self) -> int:
+        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+
+    def _exchange(self, route: Route | None, too_large: bool) -> HttpExchange:
+        http11 = self.parser.get_http_version() == "1.1"
+        return HttpExchange(
+            self,
+            route,
+            self.headers,
+            chunked=http11,
+            keep_alive=http11 and self.parser.should_keep_alive(),
+            expect_continue=self.expect_100_continue,
+            too_large=too_large,
+        )
 
     def on_body(self, body: bytes) -> None:
         """Feed an exchange; uvicorn's cycle gets the body its way."""
@@ -255,8 +266,27 @@ class DirectHttpProtocol(HttpToolsProtocol):
             cycle.feed(body)
             if cycle is not self._active:
                 self._regulate_reading()
-        else:
+            return
+        self._body_size += len(body)
+        if self._body_size <= self.server_state.max_body_bytes:
             super().on_body(body)
+        elif not cycle.response_complete:
+            self._refuse_asgi_body(cycle)
+
+    def _refuse_asgi_body(self, cycle: Any) -> None:
+        """Put an exchange that answers 413 in the place of an ASGI cycle, which is told that the client left."""
+        exchange: Any = self._exchange(None, too_large=True)
+        self.cycle = exchange
+        if cycle is not self._active:
+            self.pipeline[0] = (exchange, self.app)
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self._active = exchange
+        if cycle.response_started:
+            self.transport.close()
+        else:
+            exchange.start()
 
     def on_message_complete(self) -> None:
         """Call an exchange's route when its turn has come."""
@@ -302,19 +332,13 @@ class DirectHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._active = cycle
         if isinstance(cycle, HttpExchange):
-            self._admit(cycle)
+            cycle.start()
         else:
             task = self.loop.create_task(cycle.run_asgi(self.app))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
         if self._active is cycle:
             self._regulate_reading()
-
-    def _admit(self, exchange: HttpExchange) -> None:
-        length = exchange.header(b"content-length")
-        if length is not None and int(length) > self.server_state.max_body_bytes:
-            exchange.too_large = True
-        exchange.start()
 
     def _regulate_reading(self) -> None:
         waiting = self.pipeline
@@ -343,12 +367,16 @@ class DirectHttpProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
 
     def cut(self) -> bool:
-        """End what has not finished in time; returns whether there was a request."""
+        """End what has not finished in time; returns whether there was a request.
+
+        The task of an ASGI request is cancelled by the server, and answers then.
+        """
         active = self._active
-        busy = active is not None
+        self.pipeline.clear()
+        if active is None:
+            self.transport.close()
+            return False
+        active.keep_alive = False
         if isinstance(active, HttpExchange):
             active.cut(RequestError(503, SHUTTING_DOWN))
-        self._leave()
-        if active is None or isinstance(active, HttpExchange):
-            self.transport.close()
-        return busy
+        return True

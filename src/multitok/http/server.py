@@ -80,7 +80,7 @@ class HttpServer:
             {path.encode(): route for path, route in routes.items()}, args.max_body_bytes, self._on_closed
         )
         config = Config(
-            make_app(self._manager, routes, args.max_body_bytes, args.max_prompts),
+            make_app(self._manager, routes, args.max_prompts),
             http=DirectHttpProtocol,
             ws="none",
             lifespan="off",

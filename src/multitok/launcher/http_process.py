@@ -141,7 +141,7 @@ def _make_manager(
     tokenizer: Tokenizer,
     engine_infos: list[EngineInfo],
 ) -> TokenizerManager:
-    decoder = functools.cache(lambda: TextDecoder.from_tokenizer(tokenizer))
+    decoder = functools.cache(lambda: TextDecoder.from_tokenizer(tokenizer, files.vocab_size))
 
     class TokenTexts:
         """Builds the decoder's tables when the first request asks for log probabilities."""

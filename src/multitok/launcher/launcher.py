@@ -225,6 +225,7 @@ class Launcher:
             runtime_dir=self._runtime_dir.path,
             start_token=secrets.token_bytes(8),
             tokenizer_file=self._files.tokenizer_file,
+            vocab_size=self._files.vocab_size,
             router_ipc_name="router" if multi else None,
             control_ipc_name="control" if multi else None,
             scheduler_ipc_names=[f"s{rank}" for rank in range(args.data_parallel_size)],

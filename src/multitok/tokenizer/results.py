@@ -144,6 +144,8 @@ class ResultReceiver:
                 self._finish(request, number, finish)
                 call.fail(RequestError(500, "a part of the answer was lost"))
                 continue
+            # Delivered: from here on its recovery needs the ids, not the message.
+            call.message = None
             request.output_ids += row_ids
             request.text_length += len(texts[i])
             if batch.cached_tokens is not None:
