@@ -12,6 +12,7 @@ from multitok.messages.to_child import ToChild
 from multitok.messages.to_launcher import Hello, ToLauncher
 
 _MAX_PACKET = 65536
+_MAX_FDS = 4
 
 
 class LauncherGone(Exception):
@@ -58,14 +59,22 @@ class LauncherChannel:
         LauncherGone
             The launcher has closed its end.
         """
-        messages: list[ToChild] = []
+        return [message for message, _ in self.receive_with_fds()]
+
+    def receive_with_fds(self) -> list[tuple[ToChild, list[int]]]:
+        """Return the messages that have arrived and the descriptors that came with each; see `receive`."""
+        messages: list[tuple[ToChild, list[int]]] = []
         while True:
             try:
-                packet = self._socket.recv(_MAX_PACKET)
+                packet, fds, _, _ = socket.recv_fds(self._socket, _MAX_PACKET, _MAX_FDS)
             except BlockingIOError:
                 return messages
             except OSError as error:
                 raise LauncherGone from error
             if not packet:
                 raise LauncherGone
-            messages.append(self._decoder.decode(packet))
+            messages.append((self._decoder.decode(packet), fds))
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()

@@ -10,16 +10,19 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import msgspec
 import setproctitle
 
 from multitok.config import PortArgs, ServerArgs
-from multitok.ipc.launcher_channel import LauncherGone
+from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
+from multitok.launcher.child_process import part_name
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.parent_death import kill_itself_when_parent_died
 from multitok.launcher.runtime_dir import RuntimeDir
 from multitok.launcher.shared_memory import read_from_shared_memory
+from multitok.messages.to_child import Fork
 from multitok.messages.to_launcher import Failed
 from multitok.observability.logging import configure_logger
 from multitok.tokenizer.errors import ModelError
@@ -33,15 +36,6 @@ USAGE_STATUS = 2
 def main(arguments: list[str]) -> int:
     """Run a child; returns its exit status."""
     role, index, life, launcher_pid, channel_fd, listen_fds, *blocks = arguments
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher says when to go; an HTTP worker takes SIGTERM as its own drain.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, _launcher_died)
-    # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up.
-    scheduler = role == "scheduler"
-    kill_itself_when_parent_died(int(launcher_pid), signal.SIGKILL if scheduler else signal.SIGUSR2)
-    name = role if role == "router" else f"{role}:{index}"
-    setproctitle.setproctitle(f"multitok::{name}")
     server_args_block, port_args_block, files_block, board_block = blocks[:4]
     server_args = read_from_shared_memory(server_args_block, ServerArgs)
     port_args = msgspec.structs.replace(
@@ -51,9 +45,10 @@ def main(arguments: list[str]) -> int:
         channel_fd=int(channel_fd),
         listen_fds=msgspec.json.decode(listen_fds, type=dict[str, int]),
     )
-    configure_logger(server_args.log_level, name)
+    begin(role, server_args, port_args, int(launcher_pid))
     runtime_dir = RuntimeDir(port_args.runtime_dir)
-    try:
+
+    def run() -> None:
         files = read_from_shared_memory(files_block, ModelFiles)
         board = LoadBoard(
             board_block,
@@ -61,8 +56,48 @@ def main(arguments: list[str]) -> int:
             len(port_args.detokenizer_ipc_names),
             server_args.tokenizer_worker_num,
         )
-        _run(role, server_args, port_args, files, board)
+        match role:
+            # Each role's libraries are imported only where they are needed: they cost time and memory.
+            case "scheduler":
+                from multitok.scheduler.process import run_scheduler_process
+
+                publish_load = board.slot(role, port_args.index).publish_load
+                run_scheduler_process(server_args, port_args, files, publish_load)
+            case "detokenizer":
+                from multitok.detokenizer.process import run_detokenizer_process
+
+                run_detokenizer_process(server_args, port_args)
+            case "router":
+                from multitok.router.process import run_router_process
+
+                run_router_process(port_args)
+            case "fork_server":
+                _run_fork_server(server_args, port_args, files, board, runtime_dir, int(launcher_pid))
+            case _:
+                raise ValueError(f"there is no role {role!r}")
+
+    return guarded(run, port_args, runtime_dir)
+
+
+def begin(role: str, server_args: ServerArgs, port_args: PortArgs, launcher_pid: int) -> None:
+    """Make this process a part: its title, its signals, its end with the launcher, its log."""
+    name = part_name(role, port_args.index)
+    setproctitle.setproctitle(f"multitok::{name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The launcher says when to go; an HTTP worker takes SIGTERM as its own drain.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, _launcher_died)
+    # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up.
+    kill_itself_when_parent_died(launcher_pid, signal.SIGKILL if role == "scheduler" else signal.SIGUSR2)
+    configure_logger(server_args.log_level, name)
+
+
+def guarded(run: Callable[[], None], port_args: PortArgs, runtime_dir: RuntimeDir) -> int:
+    """Run a part; returns its exit status, after its failure was reported or the last child has cleaned up."""
+    try:
+        run()
     except LauncherGone:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         _log.warning("the launcher is gone")
         runtime_dir.leave(_OTHERS_EXIT_S)
         return 1
@@ -75,6 +110,33 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _run_fork_server(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    files: ModelFiles,
+    board: LoadBoard,
+    runtime_dir: RuntimeDir,
+    launcher_pid: int,
+) -> None:
+    from multitok.launcher.fork_server import run_fork_server
+    from multitok.launcher.http_process import TextTools, run_http_process
+
+    channel = LauncherChannel(port_args.channel_fd)
+    tools = TextTools.load(server_args, port_args, files)
+
+    def worker_main(order: Fork, fds: list[int]) -> int:
+        channel_fd, http_fd = fds
+        worker_args = msgspec.structs.replace(
+            port_args, index=order.index, life=order.life, channel_fd=channel_fd, listen_fds={"http": http_fd}
+        )
+        begin("tokenizer_worker", server_args, worker_args, launcher_pid)
+        return guarded(
+            lambda: run_http_process(server_args, worker_args, files, board, tools), worker_args, runtime_dir
+        )
+
+    run_fork_server(channel, worker_main)
+
+
 def _launcher_died(*_: object) -> None:
     raise LauncherGone
 
@@ -84,30 +146,6 @@ def _report(port_args: PortArgs, message: str, status: int) -> int:
     with contextlib.suppress(OSError):
         os.write(port_args.channel_fd, msgspec.msgpack.encode(Failed(message, status)))
     return status
-
-
-def _run(role: str, server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard) -> None:
-    # Each role's libraries are imported only where they are needed: they cost time and memory.
-    match role:
-        case "scheduler":
-            from multitok.scheduler.process import run_scheduler_process
-
-            publish_load = board.slot(role, port_args.index).publish_load
-            run_scheduler_process(server_args, port_args, files, publish_load)
-        case "detokenizer":
-            from multitok.detokenizer.process import run_detokenizer_process
-
-            run_detokenizer_process(server_args, port_args)
-        case "router":
-            from multitok.router.process import run_router_process
-
-            run_router_process(port_args)
-        case "tokenizer_worker":
-            from multitok.launcher.http_process import run_http_process
-
-            run_http_process(server_args, port_args, files, board)
-        case _:
-            raise ValueError(f"there is no role {role!r}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.messages.to_child import Drain, Start, Stop, ToChild
 from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
-from multitok.tokenizer.backends import ReferenceBackend, load_tokenizer
+from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend, load_tokenizer
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.worker import TokenizerWorker
@@ -34,7 +34,44 @@ from multitok.tokenizer.worker import TokenizerWorker
 _log = logging.getLogger(__name__)
 
 
-def run_http_process(server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard) -> None:
+class TextTools:
+    """What turns text into ids and back: loaded once, in the fork server, and shared by all workers.
+
+    Attributes
+    ----------
+    tokenizer : Tokenizer
+        The reference.
+    backend : TokenizerBackend
+        What prompts are tokenized with.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, backend: TokenizerBackend, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, server_args: ServerArgs, port_args: PortArgs, files: ModelFiles) -> TextTools:
+        """Load them; the decoder's tables only where owners decode for themselves."""
+        tokenizer = load_tokenizer(files)
+        tools = cls(tokenizer, ReferenceBackend(tokenizer), port_args.vocab_size)
+        if not server_args.detokenizer_worker_num:
+            _ = tools.decoder
+        return tools
+
+    @functools.cached_property
+    def decoder(self) -> TextDecoder:
+        """The decoder, whose tables are built when they are first asked for."""
+        return TextDecoder.from_tokenizer(self.tokenizer, self._vocab_size)
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Return the text and the bytes of one id alone."""
+        return self.decoder.token_text(token_id)
+
+
+def run_http_process(
+    server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard, tools: TextTools
+) -> None:
     """Serve HTTP until the launcher says stop, or until a drain is done.
 
     Parameters
@@ -47,6 +84,8 @@ def run_http_process(server_args: ServerArgs, port_args: PortArgs, files: ModelF
         The model.
     board : LoadBoard
         Of this start.
+    tools : TextTools
+        Loaded.
 
     Raises
     ------
@@ -54,8 +93,7 @@ def run_http_process(server_args: ServerArgs, port_args: PortArgs, files: ModelF
         The launcher has exited.
     """
     channel = LauncherChannel(port_args.channel_fd)
-    tokenizer = load_tokenizer(files)
-    uvloop.run(_serve(server_args, port_args, files, board, channel, tokenizer))
+    uvloop.run(_serve(server_args, port_args, files, board, channel, tools))
 
 
 class _Orders:
@@ -95,14 +133,14 @@ async def _serve(
     files: ModelFiles,
     board: LoadBoard,
     channel: LauncherChannel,
-    tokenizer: Tokenizer,
+    tools: TextTools,
 ) -> None:
     orders = _Orders(channel)
     while not isinstance(order := await orders.next(), Start):
         if order is None or isinstance(order, Stop | Drain):
             return
     engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
-    manager = _make_manager(server_args, port_args, files, board, tokenizer, engine_infos)
+    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos)
     server = HttpServer(
         server_args,
         manager,
@@ -138,17 +176,9 @@ def _make_manager(
     port_args: PortArgs,
     files: ModelFiles,
     board: LoadBoard,
-    tokenizer: Tokenizer,
+    tools: TextTools,
     engine_infos: list[EngineInfo],
 ) -> TokenizerManager:
-    decoder = functools.cache(lambda: TextDecoder.from_tokenizer(tokenizer, files.vocab_size))
-
-    class TokenTexts:
-        """Builds the decoder's tables when the first request asks for log probabilities."""
-
-        def token_text(self, token_id: int) -> tuple[str, bytes]:
-            return decoder().token_text(token_id)
-
     sender: FrameSender
     if port_args.router_ipc_name is not None:
         manager_class: type[TokenizerManager] = TokenizerWorker
@@ -169,11 +199,11 @@ def _make_manager(
         port_args,
         files,
         engine_infos[0],
-        backend=ReferenceBackend(tokenizer),
-        tokenizer=tokenizer,
-        token_texts=TokenTexts(),
+        backend=tools.backend,
+        tokenizer=tools.tokenizer,
+        token_texts=tools,
         sender=sender,
-        detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(decoder()),
+        detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(tools.decoder),
         is_ready=board.is_ready,
         describe=describe,
     )

@@ -16,21 +16,23 @@ import msgspec
 from multitok import __version__
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.base import EngineInfo
-from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.child_process import ChildProcess, make_channel, part_name
 from multitok.launcher.listen import bind_http, listen_http, listen_unix
 from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.parent_death import adopt_orphans
 from multitok.launcher.runtime_dir import RuntimeDir, remove_abandoned
 from multitok.launcher.shared_memory import SharedBlock, block_name, write_to_shared_memory
-from multitok.messages.protocol import protocol_hash
-from multitok.messages.to_child import Drain, OwnerDied, OwnerStarted, Start, Stop, ToChild
-from multitok.messages.to_launcher import Drained, Failed, Hello, Ready, ToLauncher
 from multitok.messages.numbers import owner_address
+from multitok.messages.protocol import protocol_hash
+from multitok.messages.to_child import Drain, Fork, OwnerDied, OwnerStarted, Start, Stop, ToChild
+from multitok.messages.to_launcher import Drained, Failed, Forked, Hello, Ready, ToLauncher
 from multitok.tokenizer.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
 
 WORKER = "tokenizer_worker"
 SCHEDULER = "scheduler"
+FORK_SERVER = "fork_server"
 # Seconds that a part gets to exit after Stop; an engine finishes its step in them.
 _STOP_TIMEOUT_S = 15.0
 # A worker that dies this often within this many seconds won't get better by trying again.
@@ -75,6 +77,8 @@ class Launcher:
         self._selector = selectors.DefaultSelector()
         self._signals, self._signal_writer = socket.socketpair()
         self._received: list[signal.Signals] = []
+        # Workers that the fork server has not made yet: life, and both ends of the channel.
+        self._forking: dict[int, tuple[int, socket.socket, socket.socket]] = {}
         self._engine_infos: dict[int, EngineInfo] = {}
         self._info_block: SharedBlock | None = None
         self._blocks: list[SharedBlock] = []
@@ -88,6 +92,7 @@ class Launcher:
     def run(self) -> int:
         """Serve until told to stop; returns the exit status."""
         self._watch_signals()
+        adopt_orphans()
         remove_abandoned()
         self._runtime_dir = RuntimeDir.create()
         try:
@@ -121,8 +126,9 @@ class Launcher:
             self._start("detokenizer", index, 1, [address])
         if self._ports.router_ipc_name is not None and self._ports.control_ipc_name is not None:
             self._start("router", 0, 1, [self._ports.router_ipc_name, self._ports.control_ipc_name])
+        self._start(FORK_SERVER, 0, 1, [])
         for index in range(1, self._args.tokenizer_worker_num + 1):
-            self._start(WORKER, index, 1, ["http"])
+            self._fork_worker(index, 1)
 
     def wait_until_ready(self) -> None:
         """Wait until all parts have said that they are ready.
@@ -133,14 +139,14 @@ class Launcher:
             One can't start, or takes too long, or a signal came.
         """
         deadline = self._started_at + self._args.start_timeout
-        while not all(child.ready for child in self._children.values()):
+        while self._forking or not all(child.ready for child in self._children.values()):
             self._turn(deadline - time.monotonic())
             if self._received:
                 raise StartError("stopped while starting")
             if self._stopping:
                 raise StartError(self._failure, self._status)
             if time.monotonic() > deadline:
-                late = ", ".join(c.name for c in self._children.values() if not c.ready)
+                late = ", ".join([part_name(WORKER, i) for i in self._forking] + [c.name for c in self._late()])
                 raise StartError(f"not ready after {self._args.start_timeout:g} s: {late}")
         self._board.set_ready(True)
         host, port = self._http_socket.getsockname()[:2]
@@ -255,14 +261,36 @@ class Launcher:
     def _workers(self) -> list[ChildProcess]:
         return [child for child in self._children.values() if child.role == WORKER]
 
+    def _late(self) -> list[ChildProcess]:
+        return [child for child in self._children.values() if not child.ready]
+
     def _start(self, role: str, index: int, life: int, addresses: list[str]) -> None:
-        child = ChildProcess(role, index, life, self._child_blocks, {a: self._sockets[a] for a in addresses})
-        self._children[role, index] = child
+        sockets = {address: self._sockets[address] for address in addresses}
+        self._watch(ChildProcess.spawn(role, index, life, self._child_blocks, sockets))
+
+    def _watch(self, child: ChildProcess) -> None:
+        self._children[child.role, child.index] = child
         self._selector.register(child.channel, selectors.EVENT_READ, lambda: self._hear(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(child))
-        if role == WORKER and self._info_block is not None:
+        _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
+
+    def _fork_worker(self, index: int, life: int) -> None:
+        """Have the fork server make a worker, now or when it is ready."""
+        ours, theirs = make_channel()
+        self._forking[index] = (life, ours, theirs)
+        fork_server = self._children.get((FORK_SERVER, 0))
+        if fork_server is not None and fork_server.ready:
+            fork_server.send(Fork(index, life), [theirs.fileno(), self._http_socket.fileno()])
+
+    def _worker_forked(self, message: Forked) -> None:
+        _, ours, theirs = self._forking.pop(message.index)
+        theirs.close()
+        child = ChildProcess(WORKER, message.index, message.life, message.pid, ours)
+        self._watch(child)
+        if self._info_block is not None:
             child.send(Start(self._info_block.name))
-        _log.debug("started %s, life %d, pid %d", child.name, life, child.pid)
+        if self._stopping:
+            child.send(Stop())
 
     def _turn(self, timeout: float | None) -> None:
         """Handle what has happened, or wait for something to happen."""
@@ -293,10 +321,15 @@ class Launcher:
                     self._engine_infos[child.index] = msgspec.msgpack.decode(message.info, type=EngineInfo)
                     if len(self._engine_infos) == self._args.data_parallel_size:
                         self._start_workers()
+                elif child.role == FORK_SERVER:
+                    for index, (life, _, theirs) in self._forking.items():
+                        child.send(Fork(index, life), [theirs.fileno(), self._http_socket.fileno()])
                 elif child.role == WORKER:
                     self._announce(OwnerStarted(owner_address(child.index, child.life)))
             case Failed():
                 child.failure = (message.message, message.exit_status)
+            case Forked():
+                self._worker_forked(message)
             case Drained():
                 self._finished += message.finished
                 self._cut += message.cut
@@ -332,6 +365,9 @@ class Launcher:
             self._fail(f"{child.name}: {child.failure[0]}", child.failure[1])
         elif child.role == WORKER and child.ready:
             self.keep_worker_alive(child, ending)
+        elif child.role == FORK_SERVER and child.ready:
+            _log.warning("%s (pid %d) %s; starting its life %d", child.name, child.pid, ending, child.life + 1)
+            self._start(FORK_SERVER, 0, child.life + 1, [])
         else:
             self._fail(f"{child.name} (pid {child.pid}) {ending}", 1)
 
@@ -342,7 +378,7 @@ class Launcher:
         if len(self._worker_deaths) > _CRASH_LIMIT * self._args.tokenizer_worker_num:
             return self._fail(f"HTTP workers keep dying; the last, {dead.name}, {ending}", 1)
         _log.warning("%s (pid %d) %s; starting its life %d", dead.name, dead.pid, ending, dead.life + 1)
-        self._start(WORKER, dead.index, dead.life + 1, ["http"])
+        self._fork_worker(dead.index, dead.life + 1)
 
     def _remove_address(self, address: str) -> None:
         try:

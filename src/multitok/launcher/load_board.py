@@ -32,9 +32,15 @@ class LoadBoard:
         self._fd = open_block(name)
         self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         self._words = memoryview(self._map).cast("Q")
-        self._first_line = {"scheduler": 1, "detokenizer": 1 + ranks, "router": 1 + ranks + detokenizers}
-        # HTTP workers count from 1.
-        self._first_line["tokenizer_worker"] = self._first_line["router"]
+        router = 1 + ranks + detokenizers
+        self._first_line = {
+            "scheduler": 1,
+            "detokenizer": 1 + ranks,
+            "router": router,
+            "fork_server": router + 1,
+            # HTTP workers count from 1.
+            "tokenizer_worker": router + 1,
+        }
         self._workers = range(
             self._line("tokenizer_worker", 1), self._line("tokenizer_worker", workers + 1), _LINE_WORDS
         )
@@ -42,7 +48,7 @@ class LoadBoard:
     @staticmethod
     def create(name: str, ranks: int, detokenizers: int, workers: int) -> SharedBlock:
         """Create the block of a board, all zero."""
-        return SharedBlock(name, bytes((2 + ranks + detokenizers + workers) * _LINE_WORDS * _WORD_SIZE))
+        return SharedBlock(name, bytes((3 + ranks + detokenizers + workers) * _LINE_WORDS * _WORD_SIZE))
 
     def _line(self, role: str, index: int) -> int:
         return (self._first_line[role] + index) * _LINE_WORDS

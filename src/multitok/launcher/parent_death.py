@@ -7,6 +7,18 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent exits: the HTTP workers, see `fork_server`.
+
+    Raises
+    ------
+    OSError
+        prctl failed.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_itself_when_parent_died(parent_pid: int, death_signal: signal.Signals) -> None:
@@ -26,9 +38,13 @@ def kill_itself_when_parent_died(parent_pid: int, death_signal: signal.Signals) 
     SystemExit
         The parent is gone already.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+    _prctl(_PR_SET_PDEATHSIG, int(death_signal))
     if os.getppid() != parent_pid:
         raise SystemExit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

@@ -33,4 +33,17 @@ class Stop(msgspec.Struct, array_like=True, tag=5, gc=False):
     """Exit now, in order."""
 
 
-ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop
+class Fork(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """To the fork server: make an HTTP worker; its channel and the HTTP socket come with the packet.
+
+    Attributes
+    ----------
+    index, life : int
+        Which worker, and which life of it.
+    """
+
+    index: int
+    life: int
+
+
+ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork

@@ -40,4 +40,12 @@ class Drained(msgspec.Struct, array_like=True, tag=4, gc=False):
     cut: int
 
 
-ToLauncher = Hello | Ready | Failed | Drained
+class Forked(msgspec.Struct, array_like=True, tag=5, gc=False):
+    """From the fork server: the HTTP worker `index`, life `life`, is process `pid`, a child of the launcher."""
+
+    index: int
+    life: int
+    pid: int
+
+
+ToLauncher = Hello | Ready | Failed | Drained | Forked
