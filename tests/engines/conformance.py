@@ -76,7 +76,9 @@ class Driver:
             self.step()
         assert not self.engine.has_unfinished(), "the engine does not become idle"
         for number, result in self.results.items():
-            assert (result.finish is None) == (number in self.aborted), "a request without an end, or an aborted one with"
+            assert (result.finish is None) == (number in self.aborted), (
+                "a request without an end, or an aborted one with"
+            )
         load = self.engine.load()
         assert (load.running, load.waiting) == (0, 0)
 

@@ -3,6 +3,8 @@ from pathlib import Path
 
 import pytest
 
+import multitok.engines  # noqa: F401  before any test module imports openvino: this blocks its telemetry
+
 
 def package_folder(name: str, install: str) -> Path:
     spec = importlib.util.find_spec(name)

@@ -287,4 +287,3 @@ def test_a_broken_model_says_so(tmp_path):
         load(tmp_path / "model.gguf")
     with pytest.raises(ValueError, match="can't load"):
         load(tmp_path)
-

@@ -101,6 +101,8 @@ class DoubleTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **kwargs: Any,

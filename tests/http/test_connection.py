@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-
 from http_double import WAIT, Connection, DoubleManager, RunningServer, chat, request, running
 
 CHAT = "/v1/chat/completions"
@@ -218,6 +217,13 @@ def test_garbage_gets_400_as_json(auto: RunningServer) -> None:
         assert connection.at_end()
 
 
+def test_a_path_that_is_not_ascii(auto: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with auto.connect() as connection:
+        connection.send("GET /é HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert connection.read().status in (400, 404)
+    assert not caplog.records
+
+
 def test_garbage_after_a_request_does_not_spoil_its_answer(manual: RunningServer) -> None:
     with manual.connect() as connection:
         connection.send(request(CHAT, chat(stream=True)) + b"\x00garbage\r\n\r\n")
@@ -257,12 +263,16 @@ def test_connect_is_refused(auto: RunningServer) -> None:
 
 
 def test_idle_connections_are_closed() -> None:
-    with running(DoubleManager(auto="abc"), keep_alive_timeout=1) as server:
-        with server.connect() as silent, server.connect() as connection:
-            connection.post(CHAT, chat())
-            assert content(connection.read()) == "abc"
-            assert connection.at_end()
-            assert silent.at_end()
+    manager = DoubleManager(auto="abc")
+    with (
+        running(manager, keep_alive_timeout=1) as server,
+        server.connect() as silent,
+        server.connect() as connection,
+    ):
+        connection.post(CHAT, chat())
+        assert content(connection.read()) == "abc"
+        assert connection.at_end()
+        assert silent.at_end()
 
 
 def reset(connection: Connection) -> None:

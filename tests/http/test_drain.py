@@ -7,7 +7,6 @@ import socket
 
 import msgspec
 import pytest
-
 from http_double import WAIT, DoubleManager, RunningServer, chat, running
 
 CHAT = "/v1/chat/completions"
@@ -113,7 +112,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_a_drain() -> None:
     with running(DoubleManager()) as server, server.connect() as connection:
         connection.post(CHAT, chat(stream=True))
         submission = server.manager.next_submission()
-        while not submission.sink._exchange.write_paused:
+        while not submission.sink._exchange.flow.write_paused:
             server.call(submission.step, "x" * 10_000)
         assert begin(server, 0.05).result(WAIT) == (0, 1)
         assert submission.aborted.is_set()

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-
 from http_double import INFO, DoubleManager, RunningServer, running
+
 from multitok.tokenizer.requests import RequestError
 
 TEXT = 'né "q"\n🙂'

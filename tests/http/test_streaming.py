@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-
 from http_double import WAIT, Connection, DoubleManager, RunningServer, chat, running
+
 from multitok.messages.base import FinishReason
 
 CHAT = "/v1/chat/completions"
@@ -99,7 +99,7 @@ class Stalled:
         self.exchange = self.submission.sink._exchange
         transport = self.exchange.transport
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        while not self.exchange.write_paused:
+        while not self.exchange.flow.write_paused:
             self.step("é\n" * 3000)
 
     def step(self, text: str, finish: FinishReason | None = None) -> None:
@@ -122,7 +122,7 @@ def test_deltas_are_merged_while_the_client_does_not_read(server: RunningServer,
     stalled = Stalled(server, n=n)
     before = stalled.buffered
     for i in range(500):
-        stalled.step(f"🙂{i}\"")
+        stalled.step(f'🙂{i}"')
     assert stalled.buffered <= before
     assert stalled.connection.read_head()[0] == 200
     chunks = [stalled.connection.read_chunk() for _ in range(1)]

@@ -107,6 +107,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         except msgspec.DecodeError as error:
             _log.error("a step's output can't be decoded: %s", error)
             return self._failed(frame)
+        if isinstance(message, BaseBatchReq) and not message.numbers:
+            return None
         return self.step(message) if isinstance(message, BatchTokenIDOutput) else message
 
     def _failed(self, frame: bytes) -> BatchStrOutput | None:

@@ -205,7 +205,9 @@ def _joined(rows: list[BatchStrOutput]) -> BatchStrOutput:
     last.output_ids = b"".join([row.output_ids for row in rows])
     last.output_strs = ["".join([row.output_strs[0] for row in rows])]
     last.first_indexes = rows[0].first_indexes
-    last.cached_tokens = rows[0].cached_tokens
+    # Counted once, in the row that an engine knows it in: usually the first, or the last; the others may say 0.
+    counted = [row.cached_tokens for row in rows if row.cached_tokens is not None]
+    last.cached_tokens = max(counted, key=lambda column: column[0] or 0, default=None)
     length = len(last.output_ids) // 4
     last.output_lengths = None if length == 1 else [length]
     with_extras = [row.extras for row in rows if row.extras is not None]

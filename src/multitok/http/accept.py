@@ -137,7 +137,8 @@ class Acceptor:
     async def _connect(self, connection: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(self._protocol_factory, connection)
-        except OSError as exc:
-            logger.debug("a connection broke while it was set up: %s", exc)
+        except Exception as exc:
+            if not isinstance(exc, OSError):
+                logger.exception("setting up a connection failed")
             connection.close()
             self.connection_closed()

@@ -60,7 +60,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int) -> AS
     ]
     app = Starlette(
         routes=routes,
-        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error},
+        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
     app.router.redirect_slashes = False
     return _Guard(app)
@@ -80,6 +80,11 @@ async def _on_http_error(request: Request, exc: Exception) -> Response:
     words = _WORDS.get(exc.status_code, exc.detail)
     message = words.format(path=request.url.path, method=request.method)
     return error_response(RequestError(exc.status_code, message), dict(exc.headers or {}))
+
+
+async def _on_failure(request: Request, exc: Exception) -> Response:
+    # Starlette raises the exception again after this, and the guard logs it.
+    return error_response(internal_error())
 
 
 class _Guard:
@@ -114,6 +119,5 @@ class _Guard:
             error = internal_error()
         else:
             return
-        if started:
-            raise ClientDisconnect
-        await error_response(error, headers)(scope, receive, send)
+        if not started:
+            await error_response(error, headers)(scope, receive, send)

@@ -18,10 +18,13 @@ from multitok.tokenizer.requests import RequestError
 T = TypeVar("T")
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
+_MISSING = re.compile(r"^Object missing required field `([^`]*)`(?: - at `\$\.?([^`]*)`)?$")
 _NAMES = {"`object`": "an object", "`array`": "a list", "`str`": "a string", "`int`": "an integer"}
 
 # A second parse that finds out what was wrong is worth it for a small body only.
 _EXPLAIN_LIMIT = 256 * 1024
+# Keys in a path are the client's and may be of any length.
+_PATH_LIMIT = 200
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
@@ -55,6 +58,10 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
 
 
 def _validation_error(message: str) -> RequestError:
+    missing = _MISSING.match(message)
+    if missing is not None:
+        name = ".".join(filter(None, (missing.group(2), missing.group(1))))
+        return RequestError(400, f"{name}: is required", name)
     match = _PATH.search(message)
     if match is None:
         return RequestError(400, f"the body: {message}")
@@ -74,7 +81,7 @@ def _malformed(body: bytes | bytearray, message: str) -> RequestError:
         except (ValueError, RecursionError):
             found = None
         if found is not None:
-            path, problem = found
+            path, problem = found[0][:_PATH_LIMIT], found[1]
             return RequestError(400, f"{path}: {problem}", path)
     return RequestError(400, f"the body is not valid JSON: {message}")
 

@@ -196,11 +196,6 @@ class HttpExchange:
 
     # What routes call.
 
-    @property
-    def write_paused(self) -> bool:
-        """Whether the connection's buffer is full."""
-        return self.flow.write_paused
-
     def header(self, name: bytes) -> bytes | None:
         """Return the first header of a (lower-case) name."""
         for key, value in self.headers:

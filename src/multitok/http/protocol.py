@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from multitok.http.errors import error_body
 from multitok.http.exchange import HttpExchange, Route
+from multitok.http.state import DirectServerState
 from multitok.tokenizer.requests import RequestError
 
 logger = logging.getLogger(__name__)
@@ -28,34 +27,6 @@ PIPELINE_LIMIT = 8
 # How long unread input is thrown away after a last answer: closing at once would reset the connection under it.
 LINGER_SECONDS = 5.0
 SHUTTING_DOWN = "the server is shutting down"
-
-
-class DirectServerState(ServerState):
-    """What all connections of a process share.
-
-    Attributes
-    ----------
-    routes : mapping of bytes to callable
-        Hot routes by path; they take POST.
-    max_body_bytes : int
-        Largest request body.
-    on_closed : callable
-        Called with each connection that has ended.
-    date_line : bytes
-        The Date header's line, kept fresh by the server.
-    drain_grace : float or None
-        While draining: seconds that a connection without a request stays open.
-    """
-
-    def __init__(
-        self, routes: Mapping[bytes, Route], max_body_bytes: int, on_closed: Callable[[DirectHttpProtocol], None]
-    ) -> None:
-        super().__init__()
-        self.routes = routes
-        self.max_body_bytes = max_body_bytes
-        self.on_closed = on_closed
-        self.date_line = b""
-        self.drain_grace: float | None = None
 
 
 class DirectHttpProtocol(HttpToolsProtocol):
@@ -155,7 +126,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
                 self._new_parser()
             except httptools.HttpParserError as exc:
                 if isinstance(exc, httptools.HttpParserCallbackError) and not isinstance(
-                    exc.__context__, httptools.HttpParserError
+                    exc.__context__, httptools.HttpParserError | UnicodeError
                 ):
                     logger.error("a parser callback failed", exc_info=exc.__context__)
                 self._malformed("Invalid HTTP request received.")

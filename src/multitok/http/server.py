@@ -19,7 +19,8 @@ from multitok.http.native.generate import GenerateRoute
 from multitok.http.openai.chat import ChatRoute
 from multitok.http.openai.completions import CompletionRoute
 from multitok.http.openai.embeddings import EmbeddingRoute
-from multitok.http.protocol import DirectHttpProtocol, DirectServerState
+from multitok.http.protocol import DirectHttpProtocol
+from multitok.http.state import DirectServerState
 
 logger = logging.getLogger(__name__)
 

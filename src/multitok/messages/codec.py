@@ -67,4 +67,8 @@ class FrameDecoder(Generic[_T]):
         msgspec.DecodeError
             The frame doesn't hold a message of this type.
         """
-        return self._decoder.decode(memoryview(frame)[START_TOKEN_SIZE:])
+        try:
+            return self._decoder.decode(memoryview(frame)[START_TOKEN_SIZE:])
+        except RecursionError as error:
+            # Nested too deep: damaged like any other, and not worth the process.
+            raise msgspec.DecodeError(str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import typing
+from enum import Enum
 
 import msgspec
 
@@ -13,11 +14,15 @@ from multitok.messages import base, sampling, to_child, to_detokenizer, to_launc
 
 @functools.cache
 def protocol_hash() -> str:
-    """Return 16 hex digits over the name, tag, fields and types of every message."""
+    """Return 16 hex digits over the name, tag, fields and types of every message, and the values of every enumeration."""
     digest = hashlib.sha256()
     for module in (base, sampling, to_scheduler, to_detokenizer, to_tokenizer, to_launcher, to_child):
         for name, value in sorted(vars(module).items()):
-            if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__:
+            if not isinstance(value, type) or value.__module__ != module.__name__:
+                continue
+            if issubclass(value, Enum):
+                digest.update(repr((name, [(member.name, member.value) for member in value])).encode())
+            elif issubclass(value, msgspec.Struct):
                 hints = typing.get_type_hints(value, include_extras=True)
                 fields = [(field, str(hints[field])) for field in value.__struct_fields__]
                 digest.update(repr((name, value.__struct_config__.tag, fields)).encode())

@@ -69,6 +69,8 @@ def split_by_owner(output: _Batch) -> list[tuple[str | None, _Batch]]:
         return [(None, output)]
     if len(owners) != len(output.numbers):
         raise ValueError(f"http_worker_ipcs has {len(owners)} rows, the batch {len(output.numbers)}")
+    if not owners:
+        return []
     if owners.count(owners[0]) == len(owners):
         return [(owners[0], output)]
     rows: dict[str | None, list[int]] = {}

@@ -184,6 +184,8 @@ class Scheduler:
             return 400, f"the model does not {task}"
         if message.rid is not None and message.rid in self._numbers_by_rid:
             return 400, f"a request with the id {message.rid!r} is running already"
+        if len(message.input_ids) % 4:
+            return 400, "the prompt's ids are cut"
         ids = numpy.frombuffer(message.input_ids, numpy.int32)
         if not len(ids):
             return 400, "the prompt is empty"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from multitok.messages.to_scheduler import BatchTokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput
 from multitok.tokenizer.requests import EmbeddingInput, EmbeddingSink, GenerateInput, GenerateSink, RequestError
+
+_log = logging.getLogger(__name__)
 
 
 class SubRequest:
@@ -79,7 +82,10 @@ class _Call(Generic[_Input, _Sink]):
         """Tell the sink of the call's failure, once, and end what still runs."""
         if not self.ended:
             self.abort()
-            self.sink.on_error(error)
+            try:
+                self.sink.on_error(error)
+            except Exception:
+                _log.exception("a failure could not be handed to its connection")
 
 
 class GenerateCall(_Call[GenerateInput, GenerateSink]):

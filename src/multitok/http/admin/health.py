@@ -12,7 +12,14 @@ from multitok.http.manager import Manager
 from multitok.http.openai.common import new_request_id
 from multitok.http.respond import error_response, json_response
 from multitok.messages.sampling import SamplingParams
-from multitok.tokenizer.requests import EmbeddingInput, EmbeddingOutput, GenerateInput, GenerateOutput, RequestError
+from multitok.tokenizer.requests import (
+    EmbeddingInput,
+    EmbeddingOutput,
+    GenerateInput,
+    GenerateOutput,
+    RequestError,
+    Submission,
+)
 
 PROBE_TIMEOUT = 20.0
 
@@ -76,7 +83,7 @@ class HealthRoutes:
                 submission.abort()
         return json_response({"status": "ok"})
 
-    def _submit(self, probe: _Probe):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    def _submit(self, probe: _Probe) -> Submission:
         manager = self._manager
         request_id = new_request_id("health-")
         prompt = array("i", [0]).tobytes()

@@ -23,7 +23,7 @@ from multitok.http.openai.common import (
     wants_usage,
 )
 from multitok.http.openai.logprobs import chat_logprobs
-from multitok.http.openai.messages import read_messages
+from multitok.http.openai.messages import check_messages
 from multitok.http.openai.prompts import unpack_ids
 from multitok.http.openai.sampling import (
     FieldChecker,
@@ -39,7 +39,7 @@ from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestEr
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 _UNSUPPORTED = unsupported_fields(ChatRequest)
-_TEMPLATE_ARGUMENTS = {"self", "messages", "add_generation_prompt", "continue_final_message"}
+_TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "continue_final_message"}
 
 
 class ChatRoute:
@@ -108,7 +108,7 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
     RequestError
         400 when the conversation, or what the template makes of it, is not acceptable.
     """
-    messages = read_messages(body.messages)
+    check_messages(body.messages)
     template = manager.chat_template
     if template is None:
         raise RequestError(400, "the model has no chat template; use /v1/completions", "messages")
@@ -122,7 +122,7 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request itself")
     try:
         return template.render(
-            messages,
+            body.messages,
             add_generation_prompt=not going_on if opening is None else opening,
             continue_final_message=going_on,
             **arguments,

@@ -1,0 +1,228 @@
+"""What the tests of several parts share: a private directory with real sockets, children as real processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from multitok.config import PortArgs, ServerArgs
+from multitok.detokenizer.table_states import BYTE_ALPHABET
+from multitok.ipc.sockets import bind_pull, connect_push
+from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.listen import listen_unix
+from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.runtime_dir import RuntimeDir
+from multitok.launcher.shared_memory import SharedBlock, block_name, write_to_shared_memory
+from multitok.messages.codec import FrameDecoder, encode_frame
+from multitok.messages.to_launcher import Failed, Hello, Ready, ToLauncher
+from multitok.tokenizer.model_files import ModelFiles
+
+DEADLINE_S = 30.0
+EOS = 256
+VOCAB_SIZE = 257
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], timeout: float = DEADLINE_S) -> T:
+    """Return what `condition` gives once it is true; fail after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        time.sleep(0.002)
+    return value
+
+
+def ends_within(pidfd: int, timeout: float = DEADLINE_S) -> bool:
+    """Whether a process ends in time."""
+    return bool(select.select([pidfd], [], [], timeout)[0])
+
+
+def pack(ids: list[int]) -> bytes:
+    return b"".join(i.to_bytes(4, "little", signed=True) for i in ids)
+
+
+def unpack(ids: bytes) -> list[int]:
+    return list(memoryview(bytes(ids)).cast("i"))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose ids are the bytes of the text, and 256 its end-of-sequence token."""
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in BYTE_ALPHABET.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+def byte_model(folder: Path, **changes: Any) -> ModelFiles:
+    """A model of bytes, for the simulated engine."""
+    file = folder / "tokenizer.json"
+    byte_tokenizer().save(str(file))
+    files = ModelFiles(
+        name="bytes",
+        task="generate",
+        model_path="",
+        tokenizer_file=str(file),
+        chat_template=None,
+        bos_token=None,
+        eos_token="<eos>",
+        add_bos=False,
+        eos_token_ids=[EOS],
+        context_length=100,
+        vocab_size=VOCAB_SIZE,
+    )
+    return msgspec.structs.replace(files, **changes)
+
+
+class Inbox:
+    """A PULL socket of one address, and what its frames hold."""
+
+    def __init__(self, socket: zmq.Socket[bytes], token: bytes, message_type: Any) -> None:
+        self.socket = socket
+        self._decoder: FrameDecoder[Any] = FrameDecoder(token, message_type)
+
+    def frames(self, timeout: float = DEADLINE_S) -> list[bytes]:
+        """Return the next message's frames; fail when none comes."""
+        assert self.socket.poll(int(timeout * 1000)), "no message came"
+        return self.socket.recv_multipart()
+
+    def next(self, timeout: float = DEADLINE_S) -> Any:
+        """Return the next message of one frame."""
+        (frame,) = self.frames(timeout)
+        assert self._decoder.is_ours(frame)
+        return self._decoder.decode(frame)
+
+    def is_empty(self) -> bool:
+        return not self.socket.poll(0)
+
+
+class Site:
+    """What a launcher makes for its children, for one test."""
+
+    def __init__(
+        self, folder: Path, *, workers: int = 1, detokenizers: int = 1, ranks: int = 1, task: str = "generate", **args: Any
+    ) -> None:
+        self.runtime_dir = RuntimeDir.create()
+        self.token = secrets.token_bytes(8)
+        self.files = byte_model(folder, task=task)
+        self.server_args = ServerArgs(
+            engine="simulated",
+            tokenizer_worker_num=workers,
+            detokenizer_worker_num=detokenizers,
+            data_parallel_size=ranks,
+            **args,
+        )
+        multi = self.server_args.multi
+        self.port_args = PortArgs(
+            runtime_dir=self.runtime_dir.path,
+            start_token=self.token,
+            tokenizer_file=self.files.tokenizer_file,
+            router_ipc_name="router" if multi else None,
+            control_ipc_name="control" if multi else None,
+            scheduler_ipc_names=[f"s{i}" for i in range(ranks)],
+            detokenizer_ipc_names=[f"d{i}" for i in range(detokenizers)],
+        )
+        fixed = [*self.port_args.scheduler_ipc_names, *self.port_args.detokenizer_ipc_names]
+        fixed += ["router", "control"] if multi else []
+        self._listeners = {name: listen_unix(os.path.join(self.runtime_dir.path, name)) for name in fixed}
+        self._blocks: list[SharedBlock] = []
+        self.children: list[ChildProcess] = []
+        self._pushes: dict[str, zmq.Socket[bytes]] = {}
+
+    def ports(self, *addresses: str, **changes: Any) -> PortArgs:
+        """The ports of a part that lives in this process and binds `addresses`."""
+        fds = {address: os.dup(self._listeners[address].fileno()) for address in addresses}
+        return msgspec.structs.replace(self.port_args, listen_fds=fds, **changes)
+
+    def inbox(self, address: str, message_type: Any) -> Inbox:
+        """Be the receiver of an address."""
+        listener = self._listeners.get(address)
+        fd = None if listener is None else os.dup(listener.fileno())
+        return Inbox(bind_pull(self.port_args.endpoint(address), fd), self.token, message_type)
+
+    def send_frames(self, address: str, frames: list[bytes] | list[bytearray]) -> None:
+        if address not in self._pushes:
+            self._pushes[address] = connect_push(self.port_args.endpoint(address))
+        self._pushes[address].send_multipart(frames)
+
+    def send(self, address: str, *messages: Any) -> None:
+        """Send one message, a frame each of `messages`."""
+        self.send_frames(address, [encode_frame(self.token, message) for message in messages])
+
+    def board(self) -> LoadBoard:
+        self._share()
+        return LoadBoard(self._blocks[3].name, *self._sizes())
+
+    def child(self, role: str, addresses: list[str], index: int = 0) -> ChildProcess:
+        """Start a part as a process."""
+        self._share()
+        listeners = {address: self._listeners[address] for address in addresses}
+        child = ChildProcess(role, index, 1, [block.name for block in self._blocks], listeners)
+        self.children.append(child)
+        return child
+
+    def ready_child(self, role: str, addresses: list[str], index: int = 0) -> ChildProcess:
+        """Start a part and wait until it says that it is ready."""
+        child = self.child(role, addresses, index)
+        assert isinstance(self.hear(child), Hello)
+        said = self.hear(child)
+        assert isinstance(said, Ready), said
+        return child
+
+    @staticmethod
+    def hear(child: ChildProcess, timeout: float = DEADLINE_S) -> ToLauncher:
+        """Return the next thing that a child says."""
+        assert select.select([child.channel], [], [], timeout)[0], "the child said nothing"
+        packet = child.channel.recv(65536)
+        assert packet, "the child has closed its channel"
+        message: ToLauncher = msgspec.msgpack.decode(packet, type=ToLauncher)
+        return message
+
+    def hear_failure(self, child: ChildProcess) -> Failed:
+        while not isinstance(said := self.hear(child), Failed):
+            pass
+        return said
+
+    def close(self) -> None:
+        for child in self.children:
+            child.kill()
+            child.reap()
+        zmq.Context.instance().destroy(linger=0)
+        for listener in self._listeners.values():
+            listener.close()
+        for block in self._blocks:
+            block.remove()
+        self.runtime_dir.remove()
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return (
+            len(self.port_args.scheduler_ipc_names),
+            len(self.port_args.detokenizer_ipc_names),
+            self.server_args.tokenizer_worker_num,
+        )
+
+    def _share(self) -> None:
+        if not self._blocks:
+            nonce = self.runtime_dir.nonce
+            self._blocks = [
+                write_to_shared_memory(self.server_args, block_name(nonce, "server_args")),
+                write_to_shared_memory(self.port_args, block_name(nonce, "port_args")),
+                write_to_shared_memory(self.files, block_name(nonce, "model_files")),
+                LoadBoard.create(block_name(nonce, "board"), *self._sizes()),
+            ]
+
+
+def channel_pair() -> tuple[socket.socket, int]:
+    """The launcher's end of a channel, and the descriptor of a child's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return ours, theirs.detach()

@@ -1,0 +1,174 @@
+"""A client that leaves, and /abort_request, free the engine."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import openai
+import pytest
+
+from reference import MODEL, ids_of
+from server import LEAVE_S, SIMULATED, Server, engine_args, workers
+
+# At 5 ms a token these would run for more than half a minute.
+_LONG: dict[str, Any] = {"model": MODEL, "prompt": "a long story", "max_tokens": 8000}
+
+
+def test_client_that_leaves_a_stream_frees_the_engine(either: Server) -> None:
+    stream = either.openai.completions.create(**_LONG, stream=True)
+    next(stream)
+    either.wait_for_load(1)
+    stream.close()
+    either.wait_until_idle(LEAVE_S)
+
+
+def test_client_that_leaves_while_it_waits_for_an_answer_frees_the_engine(either: Server) -> None:
+    connection = either.begin("/v1/completions", _LONG)
+    either.wait_for_load(1)
+    connection.close()
+    either.wait_until_idle(LEAVE_S)
+
+
+def test_client_that_leaves_at_once_leaves_nothing_running(either: Server) -> None:
+    for stream in (False, True):
+        for _ in range(10):
+            either.begin("/v1/completions", {**_LONG, "stream": stream}).close()
+    # Whatever order things are noticed in: the next request comes after those.
+    either.openai.completions.create(model=MODEL, prompt="hello", max_tokens=1)
+    either.wait_until_idle(LEAVE_S)
+
+
+def test_client_that_leaves_frees_every_choice_of_every_prompt(either: Server) -> None:
+    stream = either.openai.completions.create(**{**_LONG, "prompt": ["one", "two", "three"]}, n=4, stream=True)
+    next(stream)
+    either.wait_for_load(12)
+    stream.close()
+    either.wait_until_idle(LEAVE_S)
+
+
+def test_client_that_leaves_disturbs_nobody_else(multi: Server) -> None:
+    staying = multi.openai.completions.create(model=MODEL, prompt="stay", max_tokens=300, stream=True)
+    next(staying)
+    leaving = [multi.openai.completions.create(**_LONG, stream=True) for _ in range(8)]
+    for stream in leaving:
+        next(stream)
+        stream.close()
+    *_, last = staying
+    assert last.choices[0].finish_reason == "length"
+
+
+def test_client_that_leaves_while_its_prompt_is_worked_on_frees_the_engine() -> None:
+    # 8 ids per step of 20 ms; the whole prompt would take 17 s.
+    slow = engine_args(prefill_ms_per_token=2.5, prefill_chunk=8)
+    with Server(*SIMULATED, *slow, *workers(2)) as server:
+        for stream in (False, True):
+            connection = server.begin("/v1/completions", {**_LONG, "prompt": [5] * 7000, "max_tokens": 1, "stream": stream})
+            server.wait_for_load(1)
+            connection.close()
+            server.wait_until_idle(LEAVE_S)
+
+
+def test_client_that_leaves_the_queue_is_not_served() -> None:
+    with Server(*SIMULATED, *engine_args(step_ms=5), *workers(2), "--max-running-requests", "1") as server:
+        first = server.begin("/v1/completions", _LONG)
+        server.wait_for_load(1)
+        second = server.begin("/v1/completions", {**_LONG, "stream": True})
+        server.wait_for_load(1, waiting=1)
+        second.close()
+        server.wait_for_load(1, within=LEAVE_S)
+        first.close()
+        server.wait_until_idle(LEAVE_S)
+
+
+def test_request_can_be_aborted_through_a_worker_that_does_not_own_it(multi: Server) -> None:
+    with multi.connection_to(1) as owner, multi.connection_to(3) as other:
+        stream = multi.openai_over(owner).completions.create(**_LONG, stream=True, extra_body={"request_id": "mine"})
+        next(stream)
+        assert other.post("/abort_request", json={"rid": "mine"}).status_code == 200
+        with pytest.raises(openai.APIError, match="aborted"):
+            for _ in stream:
+                pass
+        multi.wait_until_idle(LEAVE_S)
+
+
+def test_request_that_waits_for_its_whole_answer_is_told_of_its_abortion(either: Server) -> None:
+    caught: list[Exception] = []
+
+    def call() -> None:
+        try:
+            either.openai.completions.create(**_LONG, n=3, extra_body={"request_id": "whole"})
+        except openai.APIError as error:
+            caught.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    either.wait_for_load(3)
+    assert either.http.post("/abort_request", json={"rid": "whole"}).status_code == 200
+    caller.join(LEAVE_S)
+    assert isinstance(caught[0], openai.APIStatusError)
+    assert caught[0].status_code == 503
+    either.wait_until_idle(LEAVE_S)
+
+
+def test_abort_all_ends_everybody(multi: Server) -> None:
+    streams = [multi.openai.completions.create(**_LONG, stream=True) for _ in range(6)]
+    for stream in streams:
+        next(stream)
+    assert multi.http.post("/abort_request", json={"abort_all": True}).status_code == 200
+    for stream in streams:
+        with pytest.raises(openai.APIError, match="aborted"):
+            for _ in stream:
+                pass
+    multi.wait_until_idle(LEAVE_S)
+
+
+def test_id_that_is_in_use_is_refused_whoever_owns_it(multi: Server) -> None:
+    with multi.connection_to(1) as owner, multi.connection_to(2) as other:
+        body = {"request_id": "twice"}
+        stream = multi.openai_over(owner).completions.create(**_LONG, stream=True, extra_body=body)
+        next(stream)
+        with pytest.raises(openai.BadRequestError, match="twice"):
+            multi.openai_over(other).completions.create(**_LONG, extra_body=body)
+        stream.close()
+        multi.wait_until_idle(LEAVE_S)
+        answer = multi.openai_over(other).completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body=body)
+        assert answer.id == "twice"
+
+
+def test_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+    options = ["--max-running-requests", "1", "--max-queued-requests", "1"]
+    with Server(*SIMULATED, *engine_args(step_ms=5), *workers(2), *options) as server:
+        running = [server.begin("/v1/completions", {**_LONG, "stream": i == 0}) for i in range(2)]
+        server.wait_for_load(1, waiting=1)
+        for stream in (False, True):
+            with pytest.raises(openai.APIStatusError) as caught:
+                server.openai.completions.create(**_LONG, stream=stream)
+            assert caught.value.status_code == 503
+            assert int(caught.value.response.headers["retry-after"]) > 0
+        for connection in running:
+            connection.close()
+        server.wait_until_idle(LEAVE_S)
+
+
+def test_failure_of_one_request_reaches_its_caller_and_nobody_else() -> None:
+    poison = ids_of(" poison")[0]
+    with Server(*SIMULATED, *engine_args(step_ms=5, fail_on_id=poison), *workers(2)) as server:
+        healthy = server.openai.completions.create(model=MODEL, prompt="healthy", max_tokens=200, stream=True)
+        next(healthy)
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="simulated failure"):
+                server.openai.completions.create(model=MODEL, prompt="a poison", max_tokens=5, stream=stream)
+        *_, last = healthy
+        assert last.choices[0].finish_reason == "length"
+        server.wait_until_idle(LEAVE_S)
+
+
+def test_failure_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
+    with Server(*SIMULATED, *engine_args(fail_after_tokens=5), *workers(2)) as server:
+        text = ""
+        with pytest.raises(openai.APIError, match="simulated failure"):
+            for chunk in server.openai.completions.create(model=MODEL, prompt="one two three", max_tokens=9, stream=True):
+                text += chunk.choices[0].text
+        assert text
+        server.wait_until_idle(LEAVE_S)
