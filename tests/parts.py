@@ -57,7 +57,7 @@ def unpack(ids: bytes) -> list[int]:
 
 def byte_tokenizer() -> Tokenizer:
     """A tokenizer whose ids are the bytes of the text, and 256 its end-of-sequence token."""
-    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in BYTE_ALPHABET.items()}, []))
+    tokenizer = Tokenizer(models.BPE(dict(BYTE_ALPHABET), []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
@@ -127,6 +127,7 @@ class Site:
             runtime_dir=self.runtime_dir.path,
             start_token=self.token,
             tokenizer_file=self.files.tokenizer_file,
+            vocab_size=self.files.vocab_size,
             router_ipc_name="router" if multi else None,
             control_ipc_name="control" if multi else None,
             scheduler_ipc_names=[f"s{i}" for i in range(ranks)],
@@ -138,6 +139,12 @@ class Site:
         self._blocks: list[SharedBlock] = []
         self.children: list[ChildProcess] = []
         self._pushes: dict[str, zmq.Socket[bytes]] = {}
+        self._kept: list[Any] = []
+
+    def keep(self, part: T) -> T:
+        """Hold a part with sockets until they are closed, at the end of the test."""
+        self._kept.append(part)
+        return part
 
     def ports(self, *addresses: str, **changes: Any) -> PortArgs:
         """The ports of a part that lives in this process and binds `addresses`."""
@@ -148,7 +155,7 @@ class Site:
         """Be the receiver of an address."""
         listener = self._listeners.get(address)
         fd = None if listener is None else os.dup(listener.fileno())
-        return Inbox(bind_pull(self.port_args.endpoint(address), fd), self.token, message_type)
+        return self.keep(Inbox(bind_pull(self.port_args.endpoint(address), fd), self.token, message_type))
 
     def send_frames(self, address: str, frames: list[bytes] | list[bytearray]) -> None:
         if address not in self._pushes:
@@ -167,7 +174,7 @@ class Site:
         """Start a part as a process."""
         self._share()
         listeners = {address: self._listeners[address] for address in addresses}
-        child = ChildProcess(role, index, 1, [block.name for block in self._blocks], listeners)
+        child = ChildProcess.spawn(role, index, 1, [block.name for block in self._blocks], listeners)
         self.children.append(child)
         return child
 
@@ -192,6 +199,17 @@ class Site:
         while not isinstance(said := self.hear(child), Failed):
             pass
         return said
+
+    def ending(self, child: ChildProcess) -> str:
+        """Wait until a child has ended; returns how, in words."""
+        assert ends_within(child.pidfd), f"{child.name} goes on"
+        self.children.remove(child)
+        return child.reap()
+
+    def die(self, child: ChildProcess) -> None:
+        """Be a launcher that is gone: its channel has ended, and it holds the directory no more."""
+        child.channel.close()
+        os.close(self.runtime_dir._fd)
 
     def close(self) -> None:
         for child in self.children:

@@ -234,6 +234,18 @@ def test_garbage_after_a_request_does_not_spoil_its_answer(manual: RunningServer
         assert connection.at_end()
 
 
+@pytest.mark.parametrize(
+    "garbage", [b"\x00garbage\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz"]
+)
+def test_all_requests_before_garbage_are_answered(manual: RunningServer, garbage: bytes) -> None:
+    with manual.connect() as connection:
+        connection.send(request(CHAT, chat("one")) + request(CHAT, chat("two")) + garbage)
+        for text in ("eins", "zwei"):
+            manual.call(manual.manager.next_submission().finish, text)
+            assert content(connection.read()) == text
+        assert connection.at_end()
+
+
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_garbage_in_a_body(auto: RunningServer, path: str) -> None:
     with auto.connect() as connection:

@@ -69,13 +69,32 @@ def test_idle_connections_are_closed() -> None:
 def test_a_request_that_is_just_coming_in_is_answered() -> None:
     with running(DoubleManager(auto="abc"), keep_alive_timeout=1) as server, server.connect() as connection:
         connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nContent-")
-        while not server.call(lambda: bool(server.server._state.connections)):
+        while not server.call(lambda: any(c._receiving for c in server.server._state.connections)):
             pass
         drained = begin(server, WAIT)
         body = msgspec.json.encode(chat())
         connection.send(b"Length: %d\r\n\r\n%b" % (len(body), body))
         assert connection.read().headers["connection"] == "close"
         assert drained.result(WAIT) == (1, 0)
+
+
+def test_a_request_that_comes_in_behind_a_stream_is_answered() -> None:
+    with running(DoubleManager()) as server, server.connect() as connection:
+        connection.post(CHAT, chat(stream=True))
+        first = server.manager.next_submission()
+        server.call(first.step, "a")
+        body = msgspec.json.encode(chat())
+        connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nContent-")
+        (protocol,) = server.server._state.connections
+        while not server.call(lambda: protocol._receiving):
+            pass
+        drained = begin(server, WAIT)
+        server.call(first.finish, "b")
+        assert connection.read().events()[-1] == b"[DONE]"
+        connection.send(b"Length: %d\r\n\r\n%b" % (len(body), body))
+        server.call(server.manager.next_submission().finish, "c")
+        assert connection.read().headers["connection"] == "close"
+        assert drained.result(WAIT) == (2, 0)
 
 
 def test_what_takes_too_long_is_told() -> None:

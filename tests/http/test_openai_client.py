@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import openai
 import pytest
-from http_double import INFO, DoubleManager, RunningServer, running
+from http_double import INFO, WAIT, DoubleManager, RunningServer, running
 
 from multitok.tokenizer.requests import RequestError
 
@@ -112,9 +115,6 @@ def test_embeddings(encoding: Any) -> None:
         answer = client.embeddings.create(model="double-model", input=["ab", "cde"], encoding_format=encoding)
         rows: Any = [row.embedding for row in answer.data]
         if encoding == "base64":
-            import base64
-            from array import array
-
             rows = [array("f", base64.b64decode(row)).tolist() for row in rows]
         assert [list(map(float, row)) for row in rows] == [[0.25] * 4, [0.5] * 4]
         assert answer.usage.prompt_tokens == 5
@@ -157,6 +157,29 @@ def test_unknown_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     assert caught.value.code == "model_not_found"
+
+
+def test_failure_in_mid_stream_raises() -> None:
+    with running(DoubleManager()) as server, client_of(server) as client, ThreadPoolExecutor(1) as pool:
+        create = pool.submit(client.chat.completions.create, model="double-model", messages=MESSAGES, stream=True)
+        submission = server.manager.next_submission()
+        server.call(submission.step, "ab")
+        stream: Any = create.result(WAIT)
+        server.call(submission.fail, 500, "the engine died")
+        text = ""
+        with pytest.raises(openai.APIError, match="the engine died"):
+            for chunk in stream:
+                text += chunk.choices[0].delta.content
+        assert text == "ab"
+
+
+def test_closing_a_stream_aborts() -> None:
+    with running(DoubleManager()) as server, client_of(server) as client, ThreadPoolExecutor(1) as pool:
+        create = pool.submit(client.chat.completions.create, model="double-model", messages=MESSAGES, stream=True)
+        submission = server.manager.next_submission()
+        server.call(submission.step, "ab")
+        create.result(WAIT).close()
+        assert submission.aborted.wait(WAIT)
 
 
 def test_request_id(client: openai.OpenAI) -> None:

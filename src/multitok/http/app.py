@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
 
 
-def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int) -> ASGIApp:
+def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, draining: Callable[[], bool]) -> ASGIApp:
     """Build the application.
 
     Parameters
@@ -43,6 +43,8 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int) -> AS
         Paths whose POST the protocol serves; known here so that other methods get 405.
     max_prompts : int
         Most texts of one request.
+    draining : callable
+        Whether every connection's next answer is its last.
     """
     health, models = HealthRoutes(manager), ModelRoutes(manager)
     tokens = TokenRoutes(manager, max_prompts)
@@ -63,7 +65,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int) -> AS
         exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
     app.router.redirect_slashes = False
-    return _Guard(app)
+    return _Guard(app, draining)
 
 
 async def _unreachable(request: Request) -> Response:
@@ -93,8 +95,9 @@ class _Guard:
     Outermost, so that an exception is logged once and reaches neither uvicorn's text answer nor Starlette's.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, draining: Callable[[], bool]) -> None:
         self._app = app
+        self._draining = draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -102,6 +105,10 @@ class _Guard:
 
         async def watched_send(message: Message) -> None:
             nonlocal started
+            if not started and self._draining():
+                # Only the newest versions of uvicorn say so themselves when a connection is about to close.
+                lines = [line for line in message["headers"] if line[0] != b"connection"]
+                message["headers"] = [*lines, (b"connection", b"close")]
             started = True
             await send(message)
 
@@ -120,4 +127,4 @@ class _Guard:
         else:
             return
         if not started:
-            await error_response(error, headers)(scope, receive, send)
+            await error_response(error, headers)(scope, receive, watched_send)

@@ -132,6 +132,8 @@ class StreamSink:
             events.append(self._writer.last(self._usage))
             exchange.end_events(b"".join(events))
         events.clear()
+        # It leads back here; a cycle would wait for the garbage collector.
+        self._writer.submission = None
 
 
 class CollectSink:
@@ -171,6 +173,7 @@ class CollectSink:
             return
         outputs = [choice.merged() for choice in self._choices]
         self._exchange.respond(200, self._writer.answer(outputs, self._usage))
+        self._writer.submission = None
 
     def on_error(self, error: RequestError) -> None:
         """Answer with the error."""

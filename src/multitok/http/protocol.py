@@ -44,7 +44,12 @@ class DirectHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._active: Any = None
         self._starting = False
+        # A message has begun and has not ended.
+        self._receiving = False
+        # Input is thrown away.
         self._discarding = False
+        # Nothing is answered any more.
+        self._ended = False
         self._body_size = 0
 
     # Connection.
@@ -98,10 +103,10 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """
         if self.transport.is_closing():
             return
-        if not unread or not self.transport.can_write_eof():
+        if not (unread or self._discarding) or not self.transport.can_write_eof():
             self.transport.close()
             return
-        self._discarding = True
+        self._discarding = self._ended = True
         self.flow.resume_reading()
         self.transport.write_eof()
         self._unset_keepalive_if_required()
@@ -139,7 +144,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def _head_without_upgrade(self) -> bytes:
-        lines = [b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)]
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
         for name, value in self.headers:
             if name in (b"upgrade", b"http2-settings"):
                 continue
@@ -185,6 +191,11 @@ class DirectHttpProtocol(HttpToolsProtocol):
             % (STATUS_LINE[400], self.server_state.date_line, len(body), body)
         )
         self.close_after_answer(unread=True)
+
+    def on_message_begin(self) -> None:
+        """Note that a request is coming in, so that a drain does not take the connection for idle."""
+        super().on_message_begin()
+        self._receiving = True
 
     def on_headers_complete(self) -> None:
         """Make an exchange for a hot route, and an ASGI cycle for everything else."""
@@ -261,6 +272,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Call an exchange's route when its turn has come."""
+        self._receiving = False
         if self._skips_message():
             return
         cycle: Any = self.cycle
@@ -287,7 +299,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
             return
         self._starting = True
         try:
-            while self._active is None and not self.transport.is_closing() and not self._discarding:
+            while self._active is None and not self.transport.is_closing() and not self._ended:
                 if not self.pipeline:
                     self.flow.resume_reading()
                     self._wait_for_request()
@@ -321,6 +333,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
     def _wait_for_request(self) -> None:
         grace = self.server_state.drain_grace
         self._unset_keepalive_if_required()
+        if grace is not None and self._receiving:
+            return
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive if grace is None else grace, self.timeout_keep_alive_handler
         )
@@ -331,8 +345,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """Begin to drain: the connection's next answer, if it has not begun yet, is its last."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            # With a timer the connection is idle; without, a request is just coming in.
-            if self.timeout_keep_alive_task is not None:
+            if not self._ended:
                 self._wait_for_request()
         elif not cycle.response_started:
             cycle.keep_alive = False

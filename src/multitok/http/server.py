@@ -81,7 +81,7 @@ class HttpServer:
             {path.encode(): route for path, route in routes.items()}, args.max_body_bytes, self._on_closed
         )
         config = Config(
-            make_app(self._manager, routes, args.max_prompts),
+            make_app(self._manager, routes, args.max_prompts, lambda: state.drain_grace is not None),
             http=DirectHttpProtocol,
             ws="none",
             lifespan="off",

@@ -105,6 +105,9 @@ class Launcher:
                 if not self._received:
                     _log.error("%s", error)
                     self._status = error.status
+                # One that is loading hears nothing until it is done, and has nothing to lose.
+                for child in self._late():
+                    child.kill()
                 self._stop_at_once()
                 return self._status
             self.supervise()
@@ -298,6 +301,8 @@ class Launcher:
             key.data()
 
     def _hear(self, child: ChildProcess) -> None:
+        if self._children.get((child.role, child.index)) is not child:
+            return  # buried in this very turn
         messages = child.receive()
         if not messages:
             # It has closed its end, or is about to be reaped.

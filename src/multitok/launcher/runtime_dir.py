@@ -44,7 +44,12 @@ class RuntimeDir:
             parent = "/tmp"
         path = os.path.join(parent, _PREFIX + nonce)
         os.mkdir(path, 0o700)
-        return cls(path)
+        created = cls(path)
+        # Another start, cleaning up, may have found the lock before it was held.
+        if not os.fstat(created._fd).st_nlink:
+            os.close(created._fd)
+            return cls.create()
+        return created
 
     def remove(self) -> None:
         """Remove it and the start's shared blocks; the others are gone, or about to be killed."""

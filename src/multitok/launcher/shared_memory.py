@@ -39,8 +39,13 @@ class SharedBlock:
 
     def __init__(self, name: str, content: bytes) -> None:
         self.name = name
-        self._fd = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        while True:
+            self._fd = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            # Another start, cleaning up, may have found it before it was locked.
+            if os.fstat(self._fd).st_nlink:
+                break
+            os.close(self._fd)
         os.write(self._fd, content)
 
     def remove(self) -> None:

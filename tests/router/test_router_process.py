@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import zmq
+from parts import DEADLINE_S
+
+from multitok.ipc.sockets import HIGH_WATER_MARK
+from multitok.messages.codec import FrameDecoder, encode_frame
+from multitok.messages.to_child import OwnerDied, OwnerStarted, Stop
+from multitok.messages.to_detokenizer import RefusedReq
+from multitok.messages.to_scheduler import AbortReq, GetInternalStateReq, Header, Kind, header_of
+from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
+
+ADDRESSES = ["router", "control"]
+
+
+def request(number: int, owner: str | None = "w1.1") -> Header:
+    return Header(Kind.GENERATE, number, owner)
+
+
+def reply(number: int) -> GetInternalStateReqOutput:
+    return GetInternalStateReqOutput(number=number, rank=0, running=1, queued=2, unacknowledged=3, kv_used=0.5)
+
+
+def send_reply(site, owner, number: int) -> None:
+    site.send("control", Header(Kind.CONTROL, number, owner), reply(number))
+
+
+@pytest.fixture
+def site(make_site):
+    return make_site(workers=2, ranks=2)
+
+
+@pytest.fixture
+def router(site):
+    return site.ready_child("router", ADDRESSES)
+
+
+def test_requests_reach_one_scheduler_and_aborts_all_with_their_payloads_untouched(site, router):
+    schedulers = [site.inbox(f"s{i}", Header) for i in range(2)]
+    for number in range(4):
+        site.send_frames("router", [encode_frame(site.token, request(number)), b"\xc1 no message at all"])
+    abort = AbortReq(number=2, http_worker_ipc="w1.1")
+    site.send("router", header_of(abort), abort)
+    headers = FrameDecoder(site.token, Header)
+    for rank, scheduler in enumerate(schedulers):
+        for number in (rank, rank + 2):
+            header, payload = scheduler.frames()
+            assert headers.decode(header) == request(number)
+            assert payload == b"\xc1 no message at all"
+        header, payload = scheduler.frames()
+        assert headers.decode(header).kind == Kind.ABORT
+        assert payload == bytes(encode_frame(site.token, abort))
+
+
+def test_control_replies_reach_the_worker_that_asked(site, router):
+    workers = {owner: site.inbox(owner, ToTokenizer) for owner in ("w1.1", "w2.1")}
+    for number, owner in enumerate(["w1.1", "w2.1", "w2.1"]):
+        send_reply(site, owner, number)
+    assert workers["w1.1"].next() == reply(0)
+    assert [workers["w2.1"].next() for _ in range(2)] == [reply(1), reply(2)]
+
+
+def test_a_reply_that_is_foreign_broken_or_without_owner_does_not_end_the_control_route(site, router):
+    worker = site.inbox("w1.1", ToTokenizer)
+    site.send_frames("control", [b"not-ours", b"x"])
+    site.send_frames("control", [site.token + b"\xc1", b"x"])
+    site.send_frames("control", [site.token + b"\x91" * 100_000, b"x"])
+    send_reply(site, None, 1)
+    send_reply(site, "w1.1", 2)
+    assert worker.next() == reply(2)
+
+
+def test_both_directions_run_at_the_same_time(site, router):
+    """Neither waits for the other: a thousand questions and a thousand replies cross."""
+    schedulers = [site.inbox(f"s{i}", Header) for i in range(2)]
+    worker = site.inbox("w1.1", ToTokenizer)
+    count = 1000
+
+    def flood(address: str, messages) -> None:
+        socket = zmq.Context.instance().socket(zmq.PUSH)
+        with socket:
+            socket.connect(site.port_args.endpoint(address))
+            for pair in messages:
+                socket.send_multipart([encode_frame(site.token, part) for part in pair])
+            barrier.wait(DEADLINE_S)
+
+    barrier = threading.Barrier(3)
+    questions = [GetInternalStateReq(number=n, http_worker_ipc="w1.1") for n in range(count)]
+    threads = [
+        threading.Thread(target=flood, args=("router", [(header_of(q), q) for q in questions])),
+        threading.Thread(
+            target=flood, args=("control", [(Header(Kind.CONTROL, n, "w1.1"), reply(n)) for n in range(count)])
+        ),
+    ]
+    for thread in threads:
+        thread.start()
+    headers = FrameDecoder(site.token, Header)
+    for number in range(count):
+        assert worker.next() == reply(number)
+        for scheduler in schedulers:
+            assert headers.decode(scheduler.frames()[0]).number == number
+    barrier.wait(DEADLINE_S)
+    for thread in threads:
+        thread.join(DEADLINE_S)
+
+
+def test_control_replies_pass_while_requests_pile_up(site, router):
+    worker = site.inbox("w1.1", ToTokenizer)
+    for number in range(100):  # nobody reads at the schedulers
+        site.send("router", request(number), request(number))
+    send_reply(site, "w1.1", 5)
+    assert worker.next() == reply(5)
+
+
+def test_requests_that_a_scheduler_does_not_take_are_refused_to_their_owner(site, router):
+    worker = site.inbox("w2.1", ToTokenizer)
+    queued = 2 * HIGH_WATER_MARK
+    for number in range(queued + 2):
+        site.send_frames("router", [encode_frame(site.token, request(number, "w2.1")), b"payload"])
+    # An abort that can't be delivered is nothing to refuse.
+    abort = AbortReq(number=1, http_worker_ipc="w2.1")
+    site.send("router", header_of(abort), abort)
+    send_reply(site, "w2.1", 7)
+    refused = []
+    while len(refused) < 2:
+        answer = worker.next()
+        if isinstance(answer, RefusedReq):
+            assert answer.status == 503
+            refused.append(answer.number)
+    assert refused == [queued, queued + 1]
+
+
+def test_the_announced_death_of_an_owner_closes_its_socket(site, router):
+    dying, living = (site.inbox(owner, ToTokenizer) for owner in ("w1.1", "w2.1"))
+    router.send(OwnerStarted("w1.1"))
+    send_reply(site, "w1.1", 1)
+    assert dying.next() == reply(1)
+    with dying.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+        router.send(OwnerDied("w1.1"))
+        assert monitor.poll(DEADLINE_S * 1000), "the socket stays open"
+        dying.socket.disable_monitor()
+    send_reply(site, "w1.1", 2)
+    send_reply(site, "w2.1", 3)
+    assert living.next() == reply(3)
+    assert dying.is_empty()
+
+
+def test_stop_ends_it(site, router):
+    router.send(Stop())
+    assert site.ending(router) == "exited with status 0"
+
+
+def test_it_ends_with_the_launcher_and_cleans_up_as_the_last(site, router):
+    site.die(router)
+    assert site.ending(router) == "exited with status 1"
+    assert not os.path.exists(site.runtime_dir.path)
+    assert not list(Path("/dev/shm").glob(f"*{site.runtime_dir.nonce}*"))
