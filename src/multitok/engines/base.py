@@ -49,7 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size : int
         Ids are in ``[0, vocab_size)``.
     context_length : int
-        Most prompt ids plus output ids of one request.
+        Most prompt ids plus output ids of one request; may be lower than the model's, where memory is short.
     eos_token_ids : list of int
         Ids that end a generation unless ``ignore_eos``.
     sampling : list of str
@@ -94,7 +94,7 @@ class EngineOutput(msgspec.Struct, gc=False):
     top_logprobs : list of list of (int, float) or None
         The likeliest ids of each new position, likeliest first.
     cached_tokens : int
-        Prompt ids found in the prefix cache; counted in the last output.
+        Prompt ids found in the prefix cache, in the first or the last output; 0 where the engine can't tell.
     embedding : bytes or None
         Packed float32, in the last output of an embedding request.
     """
@@ -134,6 +134,8 @@ class Engine(Protocol):
 
     def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
         """Take a request; for ``embed`` engines `params` is ignored.
+
+        What can only be found out later ends the request with a finish reason ``error``.
 
         Parameters
         ----------

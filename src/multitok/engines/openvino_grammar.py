@@ -1,131 +1,168 @@
-"""Checks grammars before they reach the engine.
+"""Lets only grammars reach the engine that the grammar compiler, a process of its own, has taken.
 
-The pipeline compiles a grammar inside `step`, and a bad one makes that step raise and leaves every running request
-stuck. So each new grammar first runs for one token on a second pipeline, which has the same tokenizer and a model of
-one tiny layer: loading it takes 0.04 s, a check about 1 ms.
+That process is started with the first grammar (about 2 s) and lives as long as the engine; a check takes about 1 ms.
 """
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-from typing import Any
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
 
-import numpy as np
-import openvino as ov
-import openvino_genai as genai
-from openvino import opset13 as op
+import msgspec
 
-from multitok.engines.openvino_errors import error_text
+from multitok.engines.grammar_compiler import LENGTH, Verdict
 from multitok.messages.sampling import Grammar
 
-# Grammars known to be good; a program that sends a new schema per request must not make this grow.
+logger = logging.getLogger(__name__)
+
+MAX_TEXT = 65536
+# Deeper nesting is what the compiler recurses on until its stack ends.
+MAX_NESTING = 128
+# Verdicts kept; a program that sends a new schema with each request must not make this grow.
 _REMEMBERED = 1024
-_WIDTH = 16
 
 
-def structured_output_config(grammar: Grammar) -> Any:
-    """Return OpenVINO's form of a grammar."""
-    if grammar.kind == "json_object":
-        return genai.StructuredOutputConfig(json_schema='{"type": "object"}')
-    field = {"json_schema": "json_schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
-    return genai.StructuredOutputConfig(**{field: grammar.text})
-
-
-class GrammarChecker:
-    """Says whether the engine can enforce a grammar.
+class GrammarGate:
+    """Asks the grammar compiler about grammars, without waiting.
 
     Parameters
     ----------
-    tokenizer : openvino_genai.Tokenizer
-        The tokenizer of the pipeline that grammars are meant for.
+    model_path : str
+        The model whose tokenizer grammars are meant for.
     vocab_size : int
         Number of ids.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        config = genai.SchedulerConfig()
-        config.num_kv_blocks = 4
-        config.max_num_batched_tokens = 32
-        with tempfile.TemporaryDirectory(prefix="multitok-") as directory:
-            ov.save_model(_tiny_model(vocab_size), Path(directory) / "openvino_model.xml", compress_to_fp16=False)
-            self._pipeline = genai.ContinuousBatchingPipeline(directory, tokenizer, config, "CPU")
-        self._good: dict[Grammar, None] = {}
+    def __init__(self, model_path: str, vocab_size: int) -> None:
+        self._command = [sys.executable, "-m", "multitok.engines.grammar_compiler", model_path, str(vocab_size)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._received = b""
+        self._queue: deque[Grammar] = deque()
+        self._asked: Grammar | None = None
+        self._again: Grammar | None = None
+        self._verdicts: dict[Grammar, str] = {}
+        self._decoder = msgspec.msgpack.Decoder(Verdict)
 
-    def check(self, grammar: Grammar) -> str | None:
-        """Return what is wrong with a grammar, or None."""
-        if grammar in self._good:
-            return None
-        config = genai.GenerationConfig()
-        config.max_new_tokens = 1
-        config.structured_output_config = structured_output_config(grammar)
-        handle = self._pipeline.add_request(0, ov.Tensor(np.zeros((1, 1), dtype=np.int64)), config)
-        try:
-            self._pipeline.step()
-        except RuntimeError as error:
-            handle.cancel()
-            self._drain()
-            return error_text(error)
-        self._drain()
-        if len(self._good) >= _REMEMBERED:
-            del self._good[next(iter(self._good))]
-        self._good[grammar] = None
+    def verdict(self, grammar: Grammar) -> str | None:
+        """Return what is wrong with a grammar (nothing: empty); None while that is not known yet."""
+        known = self._verdicts.get(grammar)
+        if known is not None:
+            return known
+        problem = _limits(grammar)
+        if problem:
+            return problem
+        if grammar != self._asked and grammar not in self._queue:
+            self._queue.append(grammar)
+            self._ask()
         return None
 
+    def poll(self, timeout: float) -> None:
+        """Read answers; wait for one for at most `timeout` seconds."""
+        if self._process is None or self._process.stdout is None:
+            return
+        pipe = self._process.stdout.fileno()
+        while select.select([pipe], [], [], timeout)[0]:
+            timeout = 0
+            data = os.read(pipe, 65536)
+            if not data:
+                self._lost()
+                return
+            self._received += data
+            self._read_answers()
+
     def close(self) -> None:
-        """Release the second pipeline."""
-        self._drain()
-        del self._pipeline
+        """End the compiler."""
+        self._queue.clear()
+        if self._process is not None:
+            self._process.kill()
+            self._forget_process()
 
-    def _drain(self) -> None:
-        while self._pipeline.has_non_finished_requests():
-            self._pipeline.step()
+    def _ask(self) -> None:
+        """Send the next question. One at a time, so that a death is the fault of that one."""
+        if self._asked is not None or not self._queue:
+            return
+        if self._process is None:
+            logger.info("starting the grammar compiler")
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        if not self._ready or self._process.stdin is None:
+            return
+        self._asked = self._queue.popleft()
+        data = msgspec.msgpack.encode(self._asked)
+        try:
+            self._process.stdin.write(LENGTH.pack(len(data)) + data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            # It died while idle; the end of its other pipe will say so.
+            self._queue.appendleft(self._asked)
+            self._asked = None
+
+    def _read_answers(self) -> None:
+        while len(self._received) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            verdict = self._decoder.decode(self._received[LENGTH.size : end])
+            self._received = self._received[end:]
+            if self._asked is not None:
+                self._remember(self._asked, verdict.problem)
+                self._asked = None
+            self._ready = True
+            self._ask()
+
+    def _lost(self) -> None:
+        """Blame the death of the compiler on what it was asked, and go on with a new one."""
+        was_ready = self._ready
+        code = self._forget_process()
+        if self._asked is not None and code in (-signal.SIGKILL, -signal.SIGTERM) and self._asked != self._again:
+            # Somebody else ended it: ask once more. Only once, as the kernel also kills so what takes all memory.
+            self._again = self._asked
+            self._queue.appendleft(self._asked)
+            self._asked = None
+        elif self._asked is not None:
+            logger.warning("the grammar compiler ended with %d on a %s", code, self._asked.kind)
+            too_long = code == -signal.SIGPROF
+            self._remember(self._asked, "it takes too long to compile" if too_long else "the compiler can't take it")
+            self._asked = None
+        elif not was_ready:
+            logger.error("the grammar compiler ended with %d at start", code)
+            while self._queue:
+                self._remember(self._queue.popleft(), "the grammar compiler does not start")
+        self._ask()
+
+    def _forget_process(self) -> int:
+        process, self._process = self._process, None
+        self._ready, self._received = False, b""
+        if process is None:
+            return 0
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    continue
+        return process.wait()
+
+    def _remember(self, grammar: Grammar, problem: str) -> None:
+        if len(self._verdicts) >= _REMEMBERED:
+            del self._verdicts[next(iter(self._verdicts))]
+        self._verdicts[grammar] = problem
 
 
-def _tiny_model(vocab_size: int) -> Any:
-    """Build the smallest language model that the pipeline takes: one attention layer of width 16, all weights zero."""
-
-    def integers(*values: int) -> Any:
-        return op.constant(np.array(values, dtype=np.int64))
-
-    def parameter(name: str, shape: list[int], dtype: Any = np.int64) -> Any:
-        node = op.parameter(shape, dtype, name=name)
-        node.output(0).get_tensor().set_names({name})
-        return node
-
-    ids = parameter("input_ids", [-1, -1])
-    mask = parameter("attention_mask", [-1, -1])
-    positions = parameter("position_ids", [-1, -1])
-    beams = parameter("beam_idx", [-1], np.int32)
-    zero = op.constant(np.int64(0))
-    table = op.constant(np.zeros((vocab_size, _WIDTH), dtype=np.float32))
-    hidden = op.gather(table, ids, zero)
-    hidden = op.add(hidden, op.convert(op.unsqueeze(positions, op.constant(np.int64(-1))), "f32"))
-    heads = op.transpose(op.reshape(hidden, integers(0, 0, 1, _WIDTH), True), integers(0, 2, 1, 3))
-    batch = op.gather(op.shape_of(ids), integers(0), zero)
-    empty = op.broadcast(op.constant(np.float32(0)), op.concat([batch, integers(1), integers(0), integers(_WIDTH)], 0))
-    sinks = []
-
-    def cached(kind: str) -> Any:
-        info = ov.op.util.VariableInfo()
-        info.data_shape = ov.PartialShape([-1, 1, -1, _WIDTH])
-        info.data_type = ov.Type.f32
-        info.variable_id = f"past_key_values.0.{kind}present.0.{kind}"
-        variable = ov.op.util.Variable(info)
-        past = op.gather(ov.op.read_value(empty, variable), beams, zero)
-        full = op.concat([past, heads], 2)
-        sinks.append(ov.op.assign(full, variable))
-        return full
-
-    attended = op.scaled_dot_product_attention(
-        heads,
-        cached("key"),
-        cached("value"),
-        op.unsqueeze(op.convert(mask, "f32"), integers(1, 2)),
-        op.constant(np.float32(1)),
-        causal=False,
-    )
-    attended = op.reshape(op.transpose(attended, integers(0, 2, 1, 3)), integers(0, 0, _WIDTH), True)
-    logits = op.result(op.matmul(attended, table, False, True))
-    logits.output(0).get_tensor().set_names({"logits"})
-    return ov.Model([logits], sinks, [ids, mask, positions, beams], "grammar_check")
+def _limits(grammar: Grammar) -> str:
+    """Return which limit a grammar breaks, if any."""
+    if len(grammar.text) > MAX_TEXT:
+        return f"it is longer than {MAX_TEXT} characters"
+    depth = deepest = 0
+    for character in grammar.text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return f"it is nested deeper than {MAX_NESTING} levels" if deepest > MAX_NESTING else ""

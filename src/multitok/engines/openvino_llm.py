@@ -7,11 +7,10 @@ keeps it short, also when a long prompt comes in.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -19,35 +18,20 @@ import openvino_genai as genai
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
 from multitok.engines.openvino_errors import error_text
-from multitok.engines.openvino_grammar import GrammarChecker, structured_output_config
+from multitok.engines.openvino_grammar import GrammarGate
+from multitok.engines.openvino_sampling import SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.sampling import Grammar, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 PRECISIONS = ("f32", "f16", "bf16", "u8", "i8", "u4")
 DEFAULT_KV_CACHE_GB = 2
 DEFAULT_BATCHED_TOKENS = 128
-# Below this, dividing by the temperature leaves the range of float32, and the choice is the greedy one anyway.
-GREEDY_TEMPERATURE = 1e-5
+# How long an idle engine's step waits for the verdict on a grammar.
+GRAMMAR_WAIT_S = 0.005
 
-SAMPLING = [
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "grammar",
-]
 GRAMMARS = ["json_object", "json_schema", "regex", "ebnf"]
 
 
@@ -61,6 +45,14 @@ class _Live:
         self.handle = handle
         self.logprobs = logprobs
         self.started = False
+
+
+class _Unchecked(NamedTuple):
+    """A request that waits for the verdict on its grammar."""
+
+    input_ids: bytes
+    params: SamplingParams
+    grammar: Grammar
 
 
 class OpenVINOEngine:
@@ -153,7 +145,8 @@ class OpenVINOEngine:
             grammars=GRAMMARS,
             max_running_requests=config.max_num_seqs,
         )
-        self._grammars = GrammarChecker(self._pipeline.get_tokenizer(), vocab_size)
+        self._unchecked: dict[int, _Unchecked] = {}
+        self._grammars = GrammarGate(str(model_path), vocab_size)
         logger.info(
             "loaded %s on %s in %.1f s: KV cache for %d tokens, context %d",
             Path(model_path).name,
@@ -170,57 +163,89 @@ class OpenVINOEngine:
 
     def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
         """Take a request; see `Engine.add_request`."""
-        if number in self._live:
+        if number in self._live or number in self._unchecked:
             raise ValueError(f"request {number} is in the engine already")
-        ids = np.frombuffer(input_ids, dtype=np.int32)
-        self._check_prompt(ids, params)
-        config = self._generation_config(params)
-        self._pipeline_ids += 1
-        try:
-            tensor = ov.Tensor(ids.astype(np.int64).reshape(1, -1))
-            handle = self._pipeline.add_request(self._pipeline_ids, tensor, config)
-        except RuntimeError as error:
-            raise EngineRefusal(400, error_text(error)) from error
-        self._live[number] = _Live(number, handle, params.logprobs is not None)
+        self._check_prompt(np.frombuffer(input_ids, dtype=np.int32), params)
+        if params.grammar is not None:
+            problem = self._grammars.verdict(params.grammar)
+            if problem is None:
+                generation_config(params, self._eos)
+                self._unchecked[number] = _Unchecked(input_ids, params, params.grammar)
+                return
+            if problem:
+                raise EngineRefusal(400, _grammar_problem(params.grammar, problem))
+        self._start(number, input_ids, params)
 
     def abort(self, number: int) -> None:
         """Cancel a request; the next step frees its blocks. An unknown number is ignored."""
+        self._unchecked.pop(number, None)
         live = self._live.pop(number, None)
         if live is not None:
             live.handle.cancel()
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration of the pipeline and collect what it made."""
-        self._pipeline.step()
-        outputs: list[EngineOutput] = []
+        outputs = self._start_checked() if self._unchecked else []
+        if self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
         for live in self._live.values():
             if live.handle.can_read():
                 outputs.append(self._collect(live))
         for output in outputs:
             if output.finish is not None:
-                del self._live[output.number]
+                self._live.pop(output.number, None)
         return outputs
 
     def has_unfinished(self) -> bool:
         """Whether a request runs, waits or has yet to be freed."""
-        return bool(self._pipeline.has_non_finished_requests())
+        return bool(self._unchecked) or bool(self._pipeline.has_non_finished_requests())
 
     def load(self) -> EngineLoad:
         """Return load figures; ``waiting`` are the requests that have no output yet."""
         if not self._live:
-            return EngineLoad(0, 0, 0.0)
+            return EngineLoad(0, len(self._unchecked), 0.0)
         running = sum(live.started for live in self._live.values())
         used = self._pipeline.get_metrics().cache_usage / 100
-        return EngineLoad(running, len(self._live) - running, min(1.0, used))
+        return EngineLoad(running, len(self._live) - running + len(self._unchecked), min(1.0, used))
 
     def shutdown(self) -> None:
         """Cancel what runs, let the pipeline free it, and release the model."""
-        for number in list(self._live):
+        for number in [*self._live, *self._unchecked]:
             self.abort(number)
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
         self._grammars.close()
         del self._pipeline
+
+    def _start(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
+        """Give a request to the pipeline."""
+        config = generation_config(params, self._eos)
+        ids = np.frombuffer(input_ids, dtype=np.int32).astype(np.int64)
+        self._pipeline_ids += 1
+        try:
+            handle = self._pipeline.add_request(self._pipeline_ids, ov.Tensor(ids.reshape(1, -1)), config)
+        except RuntimeError as error:
+            raise EngineRefusal(400, error_text(error)) from error
+        self._live[number] = _Live(number, handle, params.logprobs is not None)
+
+    def _start_checked(self) -> list[EngineOutput]:
+        """Start the requests whose grammar is good, and return the ends of those whose grammar is not."""
+        # With nothing else to do, waiting here keeps the caller from spinning.
+        self._grammars.poll(0.0 if self._pipeline.has_non_finished_requests() else GRAMMAR_WAIT_S)
+        ends: list[EngineOutput] = []
+        for number, (input_ids, params, grammar) in list(self._unchecked.items()):
+            problem = self._grammars.verdict(grammar)
+            if problem is None:
+                continue
+            del self._unchecked[number]
+            try:
+                if problem:
+                    raise EngineRefusal(400, _grammar_problem(grammar, problem))
+                self._start(number, input_ids, params)
+            except EngineRefusal as refusal:
+                finish = FinishReason("error", status=refusal.status, message=refusal.message)
+                ends.append(EngineOutput(number, [], finish))
+        return ends
 
     def _warm_up(self) -> int:
         """Generate once, which compiles the kernels, and return the number of KV blocks."""
@@ -250,58 +275,6 @@ class OpenVINOEngine:
                 f"but there is room for {self._info.context_length}",
             )
 
-    def _generation_config(self, params: SamplingParams) -> Any:
-        config = genai.GenerationConfig()
-        config.max_new_tokens = params.max_new_tokens
-        config.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
-        config.repetition_penalty = params.repetition_penalty
-        config.presence_penalty = params.presence_penalty
-        config.frequency_penalty = params.frequency_penalty
-        if params.temperature > GREEDY_TEMPERATURE:
-            config.do_sample = True
-            config.temperature = params.temperature
-            config.top_p = params.top_p
-            # 1.0, only the likeliest id, is outside the range that the pipeline takes.
-            config.min_p = min(params.min_p, 1 - 1e-6)
-            if params.top_k:
-                config.top_k = params.top_k
-            # The generator takes 32 bits. Without a seed of its own every request would get the same one.
-            config.rng_seed = random.getrandbits(32) if params.seed is None else params.seed & 0xFFFFFFFF
-        self._set_stops(config, params)
-        if params.logprobs:
-            raise EngineRefusal(
-                400, "this engine gives only the chosen token's log probability: top_logprobs must be 0"
-            )
-        if params.logit_bias:
-            raise EngineRefusal(400, "this engine has no logit_bias")
-        if params.logprobs is not None:
-            config.logprobs = 1
-        if params.grammar is not None:
-            problem = self._grammars.check(params.grammar)
-            if problem is not None:
-                raise EngineRefusal(400, f"the {params.grammar.kind} can't be enforced: {problem}")
-            config.structured_output_config = structured_output_config(params.grammar)
-        try:
-            config.validate()
-        except RuntimeError as error:
-            raise EngineRefusal(400, error_text(error)) from error
-        return config
-
-    def _set_stops(self, config: Any, params: SamplingParams) -> None:
-        """Set the ids that end the request.
-
-        The pipeline's ``ignore_eos`` ignores the other stop ids too, and it wants the end-of-sequence id among the stop
-        ids; so with ``ignore_eos`` one of the stop ids plays the end-of-sequence id.
-        """
-        stops = set(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            stops.update(self._eos)
-        if not stops:
-            config.ignore_eos = True
-            return
-        config.eos_token_id = self._eos[0] if self._eos and not params.ignore_eos else min(stops)
-        config.stop_token_ids = stops
-
     def _collect(self, live: _Live) -> EngineOutput:
         """Read what the pipeline made for a request."""
         live.started = True
@@ -329,3 +302,7 @@ class OpenVINOEngine:
         if reason == genai.GenerationFinishReason.LENGTH:
             return FinishReason("length")
         return FinishReason("stop", matched=output_ids[-1] if output_ids else None)
+
+
+def _grammar_problem(grammar: Grammar, problem: str) -> str:
+    return f"the {grammar.kind} can't be enforced: {problem}"

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from multitok.tokenizer.model_files import ModelFiles
 
 ENGINE_NAMES = ("openvino", "simulated")
+# For a simulated engine with no more than a tokenizer: longer than what any benchmark sends.
+SIMULATED_CONTEXT_LENGTH = 131072
 
 
 def parse_engine_args(arguments: Sequence[str]) -> dict[str, str]:
@@ -78,9 +80,9 @@ def create_engine(
         return OpenVINOEncoder(
             files.model_path, options, context_length=context_length, max_running_requests=max_running_requests
         )
-    length = context_length or known
+    length = context_length or known or (SIMULATED_CONTEXT_LENGTH if name == "simulated" else None)
     if length is None:
-        raise ValueError("the model's files don't say how long a context may be: set it")
+        raise ValueError("the model's files don't say how long a context may be; give --context-length")
     if name == "openvino":
         from multitok.engines.openvino_llm import OpenVINOEngine
 

@@ -1,0 +1,112 @@
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from multitok.engines.openvino_grammar import GrammarGate
+from multitok.messages.sampling import Grammar
+
+# Plays the compiler: the text of a grammar is what becomes of it.
+COMPILER = """
+import os, signal, struct, sys, time
+import msgspec
+log = open(sys.argv[1], "a")
+print("start", file=log, flush=True)
+def answer(problem):
+    data = msgspec.msgpack.encode([problem])
+    sys.stdout.buffer.write(struct.pack("<I", len(data)) + data)
+    sys.stdout.buffer.flush()
+if os.path.exists(sys.argv[1] + ".broken"):
+    sys.exit(3)
+answer("")
+while header := sys.stdin.buffer.read(4):
+    text = msgspec.msgpack.decode(sys.stdin.buffer.read(struct.unpack("<I", header)[0]))[1]
+    print(text, file=log, flush=True)
+    if text.startswith("signal "):
+        os.kill(os.getpid(), int(text.split()[1]))
+    answer("" if text.startswith("good") else text)
+"""
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def gate(log):
+    gate = GrammarGate("model", 100)
+    gate._command = [sys.executable, "-c", COMPILER, str(log)]
+    yield gate
+    gate.close()
+
+
+def verdict(gate, text: str) -> str:
+    grammar = Grammar("regex", text)
+    deadline = time.monotonic() + 20
+    while (problem := gate.verdict(grammar)) is None:
+        assert time.monotonic() < deadline
+        gate.poll(0.05)
+    return problem
+
+
+def test_it_starts_with_the_first_grammar_and_remembers_verdicts(gate, log):
+    gate.poll(0)
+    assert not log.exists()
+    assert [verdict(gate, text) for text in ("good", "bad", "good", "bad")] == ["", "bad", "", "bad"]
+    assert log.read_text().split() == ["start", "good", "bad"]
+
+
+def test_questions_wait_for_their_turn(gate):
+    grammars = [Grammar("regex", f"good{i}") for i in range(5)]
+    assert [gate.verdict(grammar) for grammar in grammars] == [None] * 5
+    assert verdict(gate, "good4") == ""
+    assert [gate.verdict(grammar) for grammar in grammars] == [""] * 5
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGSEGV, "can't take it"), (signal.SIGPROF, "takes too long to compile")]
+)
+def test_a_death_is_the_fault_of_the_grammar_and_of_no_other(gate, log, number, words):
+    other = Grammar("regex", "good")
+    bad = f"signal {int(number)}"
+    gate.verdict(Grammar("regex", bad))
+    gate.verdict(other)
+    assert words in verdict(gate, bad)
+    assert verdict(gate, "good") == ""
+    assert log.read_text().splitlines() == ["start", bad, "start", "good"]
+
+
+def test_what_somebody_else_killed_is_asked_once_more(gate, log):
+    assert "can't take it" in verdict(gate, f"signal {int(signal.SIGKILL)}")
+    assert log.read_text().count("signal") == 2
+
+
+def test_a_death_between_questions_costs_nothing(gate):
+    assert verdict(gate, "good") == ""
+    os.kill(gate._process.pid, signal.SIGKILL)
+    assert verdict(gate, "good2") == ""
+    assert verdict(gate, "bad") == "bad"
+
+
+def test_a_compiler_that_does_not_start_refuses_and_is_tried_again(gate, log):
+    broken = log.with_name("log.broken")
+    broken.touch()
+    assert "does not start" in verdict(gate, "good")
+    broken.unlink()
+    assert verdict(gate, "good2") == ""
+
+
+def test_limits_are_checked_without_the_compiler(gate, log):
+    assert "nested" in gate.verdict(Grammar("json_schema", "[" * 129))
+    assert "longer" in gate.verdict(Grammar("ebnf", "x" * 65537))
+    assert not log.exists()
+
+
+def test_memory_of_verdicts_is_bounded(gate, monkeypatch):
+    monkeypatch.setattr("multitok.engines.openvino_grammar._REMEMBERED", 3)
+    for i in range(6):
+        assert verdict(gate, f"good{i}") == ""
+    assert len(gate._verdicts) == 3
