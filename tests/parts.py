@@ -110,7 +110,14 @@ class Site:
     """What a launcher makes for its children, for one test."""
 
     def __init__(
-        self, folder: Path, *, workers: int = 1, detokenizers: int = 1, ranks: int = 1, task: str = "generate", **args: Any
+        self,
+        folder: Path,
+        *,
+        workers: int = 1,
+        detokenizers: int = 1,
+        ranks: int = 1,
+        task: str = "generate",
+        **args: Any,
     ) -> None:
         self.runtime_dir = RuntimeDir.create()
         self.token = secrets.token_bytes(8)

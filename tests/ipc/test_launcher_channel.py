@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from parts import channel_pair
 
 from multitok import __version__
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.messages.protocol import protocol_hash
 from multitok.messages.to_child import Drain, OwnerDied, Stop
 from multitok.messages.to_launcher import Hello, Ready, ToLauncher
+from parts import channel_pair
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from parts import byte_model
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.base import EngineInfo
@@ -26,6 +25,7 @@ from multitok.launcher.shared_memory import (
     write_to_shared_memory,
 )
 from multitok.tokenizer.model_files import ModelFiles
+from parts import byte_model
 
 SHM = Path("/dev/shm")
 SERVER_ARGS = ServerArgs(model="m.gguf", engine_arg=["a=1", "b=ü"], tokenizer_worker_num=4, drain_timeout=0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from server import SIMULATED, Server, engine_args, workers
 
 _SHARED = [*SIMULATED, *engine_args(step_ms=5), "--drain-timeout", "5"]

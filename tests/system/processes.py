@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -35,15 +36,16 @@ def parent(pid: int) -> int:
     return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
 
 
-def socket_inodes(pid: int) -> set[int]:
-    inodes: set[int] = set()
+def socket_inodes(pid: int) -> Counter[int]:
+    """Sockets that a process holds, and by how many descriptors."""
+    inodes: Counter[int] = Counter()
     for fd in (_PROC / str(pid) / "fd").iterdir():
         try:
             match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd))
         except OSError:
             continue
         if match:
-            inodes.add(int(match[1]))
+            inodes[int(match[1])] += 1
     return inodes
 
 

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import httpx
 import openai
-
 from processes import pids_in, title
 
 # Promised times are for a machine that is not busy with tests.
@@ -207,7 +206,7 @@ class Server:
         """Process id of each child, by its title."""
         found: dict[str, int] = {}
         for pid in pids_in(self.directory) - {self.pid}:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 found[title(pid)] = pid
         return found
 
@@ -290,4 +289,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from reference import MODEL, echo_text
 from server import SIMULATED, Server, workers
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 import pytest
-
 from reference import MODEL, ids_of
 from server import LEAVE_S, SIMULATED, Server, engine_args, workers
 
@@ -30,10 +29,11 @@ def test_client_that_leaves_while_it_waits_for_an_answer_frees_the_engine(either
     either.wait_until_idle(LEAVE_S)
 
 
-def test_client_that_leaves_at_once_leaves_nothing_running(either: Server) -> None:
+@pytest.mark.parametrize("prompt", ["short", "so long that a thread tokenizes it " * 700], ids=["short", "long"])
+def test_client_that_leaves_at_once_leaves_nothing_running(prompt: str, either: Server) -> None:
     for stream in (False, True):
         for _ in range(10):
-            either.begin("/v1/completions", {**_LONG, "stream": stream}).close()
+            either.begin("/v1/completions", {"prompt": prompt, "max_tokens": 2000, "stream": stream}).close()
     # Whatever order things are noticed in: the next request comes after those.
     either.openai.completions.create(model=MODEL, prompt="hello", max_tokens=1)
     either.wait_until_idle(LEAVE_S)
@@ -63,7 +63,9 @@ def test_client_that_leaves_while_its_prompt_is_worked_on_frees_the_engine() -> 
     slow = engine_args(prefill_ms_per_token=2.5, prefill_chunk=8)
     with Server(*SIMULATED, *slow, *workers(2)) as server:
         for stream in (False, True):
-            connection = server.begin("/v1/completions", {**_LONG, "prompt": [5] * 7000, "max_tokens": 1, "stream": stream})
+            connection = server.begin(
+                "/v1/completions", {**_LONG, "prompt": [5] * 7000, "max_tokens": 1, "stream": stream}
+            )
             server.wait_for_load(1)
             connection.close()
             server.wait_until_idle(LEAVE_S)
@@ -168,7 +170,9 @@ def test_failure_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None
     with Server(*SIMULATED, *engine_args(fail_after_tokens=5), *workers(2)) as server:
         text = ""
         with pytest.raises(openai.APIError, match="simulated failure"):
-            for chunk in server.openai.completions.create(model=MODEL, prompt="one two three", max_tokens=9, stream=True):
+            for chunk in server.openai.completions.create(
+                model=MODEL, prompt="one two three", max_tokens=9, stream=True
+            ):
                 text += chunk.choices[0].text
         assert text
         server.wait_until_idle(LEAVE_S)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-
 from reference import MODEL, ids_of
 from server import Server
 
@@ -35,6 +34,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "completion with a stop id": (_RAW_PATH, {**_RAW, "stop_token_ids": [ids_of(_TEXT)[4]]}),
     "completion with min_tokens": (_RAW_PATH, {**_RAW, "stop_token_ids": [ids_of(_TEXT)[4]], "min_tokens": 9}),
     "completion with usage": (_RAW_PATH, {**_RAW, "stream_options": {"include_usage": True}}),
+    "completion of a long text": (_RAW_PATH, {**_RAW, "prompt": _TEXT * 100}),
+    "text too long": (_RAW_PATH, {**_RAW, "prompt": _TEXT * 1000}),
     "native": ("/generate", _NATIVE),
     "native list": ("/generate", {**_NATIVE, "text": [_TEXT, "two"], "return_logprob": True}),
     "tokenize": ("/tokenize", {"prompt": _TEXT}),
@@ -101,7 +102,9 @@ def test_one_and_four_workers_answer_alike(name: str, single: Server, multi: Ser
     assert _answer(single, path, body) == _answer(multi, path, body)
 
 
-@pytest.mark.parametrize("name", [name for name, (path, _) in REQUESTS.items() if path in (_CHAT_PATH, _RAW_PATH, "/generate")])
+@pytest.mark.parametrize(
+    "name", [name for name, (path, _) in REQUESTS.items() if path in (_CHAT_PATH, _RAW_PATH, "/generate")]
+)
 def test_one_and_four_workers_stream_alike(name: str, single: Server, multi: Server) -> None:
     path, body = REQUESTS[name]
     assert body is not None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
 from processes import listening_tcp, listening_unix, parent, pids_in, socket_inodes
 from server import SIMULATED, Server, workers
 
@@ -27,26 +26,38 @@ def test_every_part_is_a_child_of_the_launcher_with_its_own_title(server: Server
     assert sorted(titles) == sorted(
         [f"multitok::tokenizer_worker:{k}" for k in range(1, WORKERS + 1)]
         + ["multitok::detokenizer:0", "multitok::detokenizer:1", "multitok::router", "multitok::scheduler:0"]
+        + ["multitok::fork_server"]
     )
     assert {parent(pid) for pid in titles.values()} == {server.pid}
     assert pids_in(server.directory) == {server.pid, *titles.values()}
 
 
 def test_single_mode_has_no_router(single: Server) -> None:
-    assert sorted(single.titles()) == ["multitok::detokenizer:0", "multitok::scheduler:0", "multitok::tokenizer_worker:1"]
+    assert sorted(single.titles()) == [
+        f"multitok::{name}" for name in ("detokenizer:0", "fork_server", "scheduler:0", "tokenizer_worker:1")
+    ]
 
 
 def test_workers_share_one_listening_socket(server: Server) -> None:
     titles = server.titles()
     ports = listening_tcp()
-    listening = {name: socket_inodes(pid) & ports.keys() for name, pid in titles.items()}
+    listening = {name: socket_inodes(pid).keys() & ports.keys() for name, pid in titles.items()}
     inodes = {frozenset(listening[f"multitok::tokenizer_worker:{k}"]) for k in range(1, WORKERS + 1)}
     assert len(inodes) == 1
     (shared,) = next(iter(inodes))
     assert ports[shared] == server.port
     # Nobody else listens, but for the launcher, which keeps the socket for workers to come.
     assert {name for name, own in listening.items() if own} == {n for n in titles if "tokenizer_worker" in n}
-    assert socket_inodes(server.pid) & ports.keys() == {shared}
+    assert socket_inodes(server.pid).keys() & ports.keys() == {shared}
+
+
+def test_no_worker_holds_what_belongs_to_another(server: Server) -> None:
+    held = {name: socket_inodes(pid) for name, pid in server.titles().items() if "tokenizer_worker" in name}
+    (shared,) = {inode for own in held.values() for inode in own} & listening_tcp().keys()
+    # By one descriptor: when that is closed, the worker does not listen any more.
+    assert {own.pop(shared) for own in held.values()} == {1}
+    everything = [inode for own in held.values() for inode in own]
+    assert len(everything) == len(set(everything))
 
 
 def test_fixed_addresses_are_unix_sockets_of_the_runtime_directory(server: Server) -> None:
@@ -55,7 +66,7 @@ def test_fixed_addresses_are_unix_sockets_of_the_runtime_directory(server: Serve
     listening = listening_unix()
 
     def addresses(pid: int) -> set[str]:
-        paths = {listening[inode] for inode in socket_inodes(pid) & listening.keys()} - {""}
+        paths = {listening[inode] for inode in socket_inodes(pid).keys() & listening.keys()} - {""}
         assert all(Path(path).parent == runtime_dir for path in paths)
         return {Path(path).name for path in paths}
 

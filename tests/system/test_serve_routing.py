@@ -8,12 +8,29 @@ from typing import Any
 
 import httpx
 import openai
-
 from reference import MODEL, echo_text, echoed, ids_of, raw_text, tokenizer
 from server import STOP_S, Server
 
 CLIENTS = 64
-_WORDS = "river stone 7 window quick 42 lantern of the harbour green, paper; moon? gate under 1999 small".split()
+_WORDS = [
+    "river",
+    "stone",
+    "7",
+    "window",
+    "quick",
+    "42",
+    "lantern",
+    "of",
+    "the",
+    "harbour",
+    "green,",
+    "paper;",
+    "moon?",
+    "gate",
+    "under",
+    "1999",
+    "small",
+]
 
 
 def _prompt(client: int) -> str:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
-
 from reference import EOS, MODEL, echoed, ids_of, raw_text, tokenizer
 from server import LEAVE_S, SIMULATED, Server, engine_args, workers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 TEXTS = {
     "plain": "The quick brown fox jumps over the lazy dog.",
@@ -34,18 +33,16 @@ RANDOM = {f"random ids {seed}": random.Random(seed).choices(range(3, 49152), k=6
 PROMPTS = {name: ids_of(text) for name, text in TEXTS.items()} | RANDOM
 
 
-@pytest.fixture(scope="module")
-def three_at_once() -> Iterator[Server]:
-    options = ["--detokenizer-worker-num", "0"]
-    with Server(*SIMULATED, *engine_args(tokens_per_step=3), *workers(2), *options) as server:
+_SERVERS = {
+    "one id per step": [*engine_args(tokens_per_step=1), "--detokenizer-worker-num", "2"],
+    "three ids per step, no detokenizer": [*engine_args(tokens_per_step=3), "--detokenizer-worker-num", "0"],
+}
+
+
+@pytest.fixture(scope="module", params=_SERVERS)
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(*SIMULATED, *workers(2), *_SERVERS[request.param]) as server:
         yield server
-
-
-@pytest.fixture(params=["one id per step", "three ids per step"])
-def server(request: pytest.FixtureRequest) -> Server:
-    one = request.param == "one id per step"
-    found: Server = request.getfixturevalue("multi" if one else "three_at_once")
-    return found
 
 
 def _whole(server: Server, **body: Any) -> Any:
@@ -60,10 +57,6 @@ def _streamed(server: Server, **body: Any) -> tuple[str, Any]:
     return text, last
 
 
-def _reference(prompt: list[int], output: list[int], by: Tokenizer | None = None, skip: bool = True) -> str:
-    return raw_text(prompt, output, by, skip)
-
-
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", PROMPTS)
 def test_streamed_text_is_the_whole_text_is_the_reference(name: str, skip: bool, server: Server) -> None:
@@ -71,28 +64,24 @@ def test_streamed_text_is_the_whole_text_is_the_reference(name: str, skip: bool,
     prompt = [*PROMPTS[name], *ids_of(" end")]
     output = echoed(prompt, 2 * len(prompt) - 3)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": len(output), "extra_body": {"skip_special_tokens": skip}}
-    expected = _reference(prompt, output, skip=skip)
+    expected = raw_text(prompt, output, skip=skip)
     assert _whole(server, **body).text == expected
     assert _streamed(server, **body)[0] == expected
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_chosen_ids_after_a_chat_are_decoded_alone(name: str) -> None:
-    ids = RANDOM[name]
-    if name.endswith("0"):
-        with Server(*SIMULATED, *engine_args(ids=",".join(map(str, ids)))) as server:
-            messages: Any = [{"role": "user", "content": "hello"}]
-            expected = tokenizer().decode(ids, skip_special_tokens=True)
-            answer = server.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=len(ids))
-            assert answer.choices[0].message.content == expected
-            stream = server.openai.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=len(ids), stream=True
-            )
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+def test_chosen_ids_after_a_chat_are_decoded_alone() -> None:
+    ids = [token for name in RANDOM for token in RANDOM[name]]
+    with Server(*SIMULATED, *engine_args(ids=",".join(map(str, ids)), tokens_per_step="2,1")) as server:
+        messages: Any = [{"role": "user", "content": "hello"}]
+        expected = tokenizer().decode(ids, skip_special_tokens=True)
+        body: Any = {"model": MODEL, "messages": messages, "max_tokens": len(ids)}
+        assert server.openai.chat.completions.create(**body).choices[0].message.content == expected
+        stream = server.openai.chat.completions.create(**body, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
 
 
 def test_prompt_that_ends_inside_a_character_shows_no_part_of_itself(server: Server) -> None:
-    first, *rest = [token for token in ids_of("🙂")]
+    first, *rest = ids_of("🙂")
     assert rest
     # The echo begins with the ids that complete the prompt's last character.
     prompt = [*rest, *ids_of("look"), first]
@@ -151,7 +140,9 @@ def test_log_probabilities_end_with_the_token_that_completed_the_stop(server: Se
     prompt = ids_of(_STORY)
     choice = _whole(server, model=MODEL, prompt=prompt, max_tokens=8000, stop="there was", logprobs=1)
     assert choice.text == "In the beginning "
-    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(ids_of("In the beginning there was"))
+    assert (
+        len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(ids_of("In the beginning there was"))
+    )
     server.wait_until_idle(LEAVE_S)
 
 
@@ -205,6 +196,6 @@ def test_byte_fallback_vocabulary_streams_its_reference(tmp_path: Path) -> None:
             prompt = [token for token in made.encode(text + " the").ids if token not in EOS]
             output = echoed(prompt, 2 * len(prompt))
             body = {"model": "made", "prompt": prompt, "max_tokens": len(output)}
-            expected = _reference(prompt, output, made)
+            expected = raw_text(prompt, output, made)
             assert _whole(server, **body).text == expected
             assert _streamed(server, **body)[0] == expected

@@ -139,7 +139,7 @@ class DetokenizerStep:
     def _assemble(
         self, batch: BatchTokenIDOutput, texts: list[str], kept: list[int], changed: list[BatchStrOutput]
     ) -> BatchStrOutput | None:
-        if len(kept) == len(batch.numbers):
+        if kept and len(kept) == len(batch.numbers):
             return _with_text(batch, texts)
         parts = changed
         if kept:
@@ -212,9 +212,21 @@ def _joined(rows: list[BatchStrOutput]) -> BatchStrOutput:
     last.output_lengths = None if length == 1 else [length]
     with_extras = [row.extras for row in rows if row.extras is not None]
     if with_extras:
-        last.extras = last.extras or OutputExtras()
-        for name in _PER_TOKEN:
-            columns = [column for extras in with_extras if (column := getattr(extras, name)) is not None]
-            if columns:
-                setattr(last.extras, name, [[entry for column in columns for entry in column[0]]])
+        last.extras = _joined_extras(with_extras)
     return last
+
+
+def _joined_extras(rows: list[OutputExtras]) -> OutputExtras:
+    """Return what is per token one after the other, and of everything else the last that was said."""
+    joined = OutputExtras()
+    for name in OutputExtras.__struct_fields__:
+        columns = [column for row in rows if (column := getattr(row, name)) is not None]
+        if not columns:
+            continue
+        if name in _PER_TOKEN:
+            setattr(joined, name, [[entry for column in columns for entry in column[0]]])
+        elif isinstance(columns[-1], dict):
+            setattr(joined, name, {key: value for column in columns for key, value in column.items()})
+        else:
+            setattr(joined, name, columns[-1])
+    return joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import msgspec
 
@@ -61,19 +62,21 @@ class LauncherChannel:
         """
         return [message for message, _ in self.receive_with_fds()]
 
-    def receive_with_fds(self) -> list[tuple[ToChild, list[int]]]:
-        """Return the messages that have arrived and the descriptors that came with each; see `receive`."""
-        messages: list[tuple[ToChild, list[int]]] = []
+    def receive_with_fds(self) -> Iterator[tuple[ToChild, list[int]]]:
+        """Yield the messages that have arrived and the descriptors that came with each; see `receive`.
+
+        A message is taken off the socket when it is asked for: a fork between two inherits no descriptors of the next.
+        """
         while True:
             try:
                 packet, fds, _, _ = socket.recv_fds(self._socket, _MAX_PACKET, _MAX_FDS)
             except BlockingIOError:
-                return messages
+                return
             except OSError as error:
                 raise LauncherGone from error
             if not packet:
                 raise LauncherGone
-            messages.append((self._decoder.decode(packet), fds))
+            yield self._decoder.decode(packet), fds
 
     def close(self) -> None:
         """Close this end."""

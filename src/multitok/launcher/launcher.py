@@ -84,7 +84,7 @@ class Launcher:
         self._blocks: list[SharedBlock] = []
         self._worker_deaths: list[float] = []
         self._finished = self._cut = 0
-        self._stopping = False
+        self._stopping = self._draining = False
         self._status = 0
 
     # Life
@@ -179,15 +179,18 @@ class Launcher:
         if self._stopping:
             return self._stop_at_once()
         _log.info("%s: draining, at most %g s", self._received[0].name, self._args.drain_timeout)
-        self._stopping = True
+        self._stopping = self._draining = True
         self._http_socket.close()
         seen = len(self._received)
         for child in self._workers():
             child.send(Drain(self._args.drain_timeout))
         # A worker ends by itself at its limit; one that doesn't is stopped soon after.
         self._wait_for_exit(
-            self._workers, self._args.drain_timeout + _STOP_TIMEOUT_S, lambda: len(self._received) > seen
+            self._workers,
+            self._args.drain_timeout + _STOP_TIMEOUT_S,
+            lambda: len(self._received) > seen or self._status != 0,
         )
+        self._draining = False
         self._stop_at_once()
         _log.info("stopped: %d request(s) finished while draining, %d cut", self._finished, self._cut)
 
@@ -365,6 +368,10 @@ class Launcher:
             self._announce(OwnerDied(owner_address(child.index, child.life)))
             self._remove_address(owner_address(child.index, child.life))
         if self._stopping:
+            if self._draining and child.role not in (WORKER, FORK_SERVER):
+                # It was not told to stop yet: what still runs can't be answered any more.
+                _log.error("%s (pid %d) %s while draining", child.name, child.pid, ending)
+                self._status = 1
             return
         if child.failure is not None:
             self._fail(f"{child.name}: {child.failure[0]}", child.failure[1])

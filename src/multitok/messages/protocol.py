@@ -14,7 +14,7 @@ from multitok.messages import base, sampling, to_child, to_detokenizer, to_launc
 
 @functools.cache
 def protocol_hash() -> str:
-    """Return 16 hex digits over the name, tag, fields and types of every message, and the values of every enumeration."""
+    """Return 16 hex digits over every message: name, tag, fields, types; and over every enumeration."""
     digest = hashlib.sha256()
     for module in (base, sampling, to_scheduler, to_detokenizer, to_tokenizer, to_launcher, to_child):
         for name, value in sorted(vars(module).items()):

@@ -48,6 +48,7 @@ class WaitingQueue:
         """
         while True:
             request = heapq.heappop(self._heap)[2]
-            # One that was removed stays in the heap until it comes up.
-            if self._waiting.pop(request.number, None) is not None:
+            # One that was removed stays in the heap until it comes up, even when its number has come again.
+            if self._waiting.get(request.number) is request:
+                del self._waiting[request.number]
                 return request

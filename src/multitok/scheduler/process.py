@@ -6,6 +6,8 @@ import gc
 import logging
 from collections.abc import Callable
 
+import zmq
+
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.registry import create_engine, parse_engine_args
 from multitok.ipc.launcher_channel import LauncherChannel
@@ -14,6 +16,8 @@ from multitok.tokenizer.errors import ModelError
 from multitok.tokenizer.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
+# How long a detokenizer that doesn't read can hold up the end.
+_LAST_WORDS_MS = 1000
 
 
 def run_scheduler_process(
@@ -58,3 +62,5 @@ def run_scheduler_process(
         scheduler.event_loop()
     finally:
         engine.shutdown()
+        # The process ends without waiting for anything, and what was sent last is the failure of every request.
+        zmq.Context.instance().destroy(linger=_LAST_WORDS_MS)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from multitok.messages.sampling import SamplingParams
+from multitok.tokenizer.backends import TokenizerBackend
 from multitok.tokenizer.requests import GenerateInput, RequestError
 
 
@@ -23,6 +24,25 @@ def check_ids(ids: Sequence[int] | memoryview, vocab_size: int) -> None:
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", "prompt")
+
+
+def check_texts(prompts: Sequence[str | bytes], context_length: int, backend: TokenizerBackend) -> None:
+    """Refuse texts that can't fit before time is spent on tokenizing them.
+
+    Raises
+    ------
+    RequestError
+        400: one has more tokens than the context, however they are counted.
+    """
+    for prompt in prompts:
+        # Looking closer costs a millisecond per MB, and no common text has a token per letter.
+        too_long = isinstance(prompt, str) and len(prompt) > 4 * context_length
+        if too_long and backend.least_tokens(str(prompt)) > context_length:
+            raise RequestError(
+                400,
+                f"the prompt of {len(prompt)} characters has more tokens than the context of {context_length}",
+                "prompt",
+            )
 
 
 def fit_output(request: GenerateInput, prompt_tokens: int, context_length: int) -> SamplingParams:

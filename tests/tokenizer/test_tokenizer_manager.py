@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from owner_under_test import Sink, engine_info, owner_of, text_rows, until
+
+from multitok.ipc import sockets
+from multitok.messages.base import FinishReason
+from multitok.messages.numbers import owner_of as life_of
+from multitok.messages.sampling import SamplingParams
+from multitok.messages.to_scheduler import AbortReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.tokenizer.backends import ReferenceBackend
+from multitok.tokenizer.requests import RequestError
+from multitok.tokenizer.worker import TokenizerWorker
+from parts import VOCAB_SIZE, byte_tokenizer, pack
+
+LENGTH = FinishReason("length")
+# More characters than are tokenized inside the event loop.
+LONG_TEXT = "x" * 5000
+
+
+@pytest.fixture
+def in_loop(make_site):
+    """Run a coroutine function with an owner of its own."""
+
+    def run(test, *, ranks=1, detokenizers=1, site=None, **options):
+        async def main():
+            async with owner_of(site or make_site(ranks=ranks, detokenizers=detokenizers), **options) as owner:
+                await test(owner)
+
+        asyncio.run(main())
+
+    return run
+
+
+# Sending
+
+
+def test_a_text_is_sent_as_ids_with_the_owners_address_and_number(in_loop):
+    async def test(owner):
+        call, _ = owner.submit("héllo", stop=["x"], skip_special_tokens=False, stream=True, request_id="mine")
+        message = await owner.sent_one()
+        assert isinstance(message, TokenizedGenerateReqInput)
+        assert message.input_ids == pack(list("héllo".encode()))
+        assert call.prompt_ids == [message.input_ids]
+        assert life_of(message.number) == "w1.1"
+        assert message.rid == "mine"
+        assert message.sampling_params == SamplingParams(max_new_tokens=5)
+        params = message.decode_params
+        assert (params.stop, params.skip_special_tokens, params.stream) == (["x"], False, True)
+        assert params.prompt_tail == message.input_ids
+
+    in_loop(test)
+
+
+def test_only_a_raw_completion_goes_on_with_the_end_of_its_prompt(in_loop):
+    async def test(owner):
+        owner.submit("abcdefghijklmnopqrstuvwxyz")
+        owner.submit("abcdefghijklmnopqrstuvwxyz", raw=False)
+        raw, chat = await owner.sent_one(), await owner.sent_one()
+        assert raw.decode_params.prompt_tail == pack(list(b"klmnopqrstuvwxyz"))
+        assert chat.decode_params.prompt_tail == b""
+
+    in_loop(test)
+
+
+def test_several_prompts_and_choices_are_one_message_in_order_with_seeds_of_their_own(in_loop):
+    async def test(owner):
+        params = SamplingParams(max_new_tokens=5, seed=40)
+        call, sink = owner.submit(["ab", pack([1, 2]), "cd"], n=2, sampling_params=params, request_id="r", priority=3)
+        children = await owner.sent()
+        prompts = [pack(list(b"ab")), pack([1, 2]), pack(list(b"cd"))]
+        assert [child.input_ids for child in children] == [prompt for prompt in prompts for _ in range(2)]
+        assert call.prompt_ids == prompts
+        assert [child.rid for child in children] == [f"r-{i}" for i in range(6)]
+        assert [child.sampling_params.seed for child in children] == [40, 41] * 3
+        assert {child.priority for child in children} == {3}
+        assert len({child.number for child in children}) == 6
+        # Whatever order they end in, each is told which choice it is.
+        for i in (4, 0, 5, 2, 1, 3):
+            owner.deliver(text_rows((children[i].number, str(i), 0, LENGTH)))
+        await until(lambda: len(sink.outputs) == 6)
+        assert [(output.index, output.text) for output in sink.outputs] == [(i, str(i)) for i in (4, 0, 5, 2, 1, 3)]
+        assert call.ended
+        assert len(owner.manager.results) == 0
+
+    in_loop(test)
+
+
+def test_without_a_seed_the_engine_chooses(in_loop):
+    async def test(owner):
+        owner.submit("ab", n=3)
+        assert [child.sampling_params.seed for child in await owner.sent()] == [None] * 3
+
+    in_loop(test)
+
+
+def test_children_of_one_call_go_to_different_ranks(in_loop):
+    async def test(owner):
+        owner.submit("ab", n=4)
+        ranks = [await owner.sent(0), await owner.sent(1)]
+        assert [len(children) for children in ranks] == [2, 2]
+
+    in_loop(test, ranks=2)
+
+
+def test_detokenizers_are_taken_in_turn(in_loop):
+    async def test(owner):
+        owner.submit("ab", n=4)
+        owner.submit("cd", n=2)
+        chosen = [child.detokenizer for _ in range(2) for child in await owner.sent()]
+        assert sorted(chosen[:3]) == [0, 1, 2]
+        assert chosen[3:] == chosen[:3]
+
+    in_loop(test, detokenizers=3)
+
+
+# Limits
+
+
+def refused(owner, *arguments, **options) -> tuple[int, str, str | None]:
+    sink = Sink()
+    with pytest.raises(RequestError) as caught:
+        owner.submit(*arguments, sink, **options)
+    assert sink.heard == []
+    assert owner.has_sent_nothing()
+    assert len(owner.manager.results) == 0
+    error = caught.value
+    return error.status, error.message, error.param
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_sent(in_loop):
+    async def test(owner):
+        for prompt in ("", b""):
+            assert refused(owner, [prompt]) == (400, "the prompt is empty", "prompt")
+        for token_id in (VOCAB_SIZE, -1):
+            assert refused(owner, [pack([5, token_id])]) == (
+                400,
+                f"token id {token_id} is outside the vocabulary of {VOCAB_SIZE}",
+                "prompt",
+            )
+        status, message, param = refused(owner, "x" * 100)
+        assert (status, param) == (400, "prompt")
+        assert "leaves no room in the context of 100" in message
+        status, message, param = refused(owner, "x" * 90, tokens=11)
+        assert (status, param) == (400, "max_tokens")
+        assert "has room for 10 after the prompt of 90, and 11 were asked for" in message
+        # One wrong prompt among several refuses all of them.
+        assert refused(owner, ["ab", "", "cd"])[0] == 400
+
+    in_loop(test)
+
+
+def test_without_a_limit_of_its_own_a_request_has_the_room_that_is_left(in_loop):
+    async def test(owner):
+        owner.submit(["x" * 90, "y" * 99], tokens=None)
+        assert [child.sampling_params.max_new_tokens for child in await owner.sent()] == [10, 1]
+        owner.submit("x" * 90, tokens=10)
+        assert (await owner.sent_one()).sampling_params.max_new_tokens == 10
+
+    in_loop(test)
+
+
+def test_a_model_of_the_other_kind_refuses(in_loop):
+    async def generates(owner):
+        with pytest.raises(RequestError, match="only generates text"):
+            owner.submit_embedding(["a"])
+
+    async def embeds(owner):
+        assert refused(owner, "a")[:2] == (400, "the model bytes only makes embeddings")
+
+    in_loop(generates)
+    in_loop(embeds, info=engine_info(task="embed"))
+
+
+def test_an_embedding_that_is_too_long_is_cut_only_where_that_is_wanted(in_loop):
+    async def test(owner):
+        with pytest.raises(RequestError, match="the input of 101 tokens exceeds the model's limit of 100"):
+            owner.submit_embedding(["x" * 101])
+        call, _ = owner.submit_embedding(["x" * 120 + "!", "ab"], truncate=True, request_id="e")
+        children = await owner.sent()
+        assert all(isinstance(child, TokenizedEmbeddingReqInput) for child in children)
+        assert [child.input_ids for child in children] == [pack(list(b"x" * 99 + b"!")), pack(list(b"ab"))]
+        assert call.prompt_ids == [child.input_ids for child in children]
+        assert [child.rid for child in children] == ["e-0", "e-1"]
+
+    in_loop(test, info=engine_info(task="embed"))
+
+
+def test_a_scheduler_that_does_not_read_is_a_503(make_site, monkeypatch, in_loop):
+    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 2)
+    site = make_site()
+
+    async def test(owner):
+        owner.schedulers[0].socket.close(linger=0)
+        taken = 0
+        with pytest.raises(RequestError, match="does not take requests at the moment") as caught:
+            while taken < 100:
+                owner.submit("ab")
+                taken += 1
+        assert caught.value.status == 503
+        assert len(owner.manager.results) == taken
+        with pytest.raises(RequestError) as caught:
+            owner.manager.abort_by_id("x")
+        assert caught.value.status == 503
+
+    in_loop(test, site=site)
+
+
+def test_what_reached_one_rank_of_a_refused_call_is_aborted_there(make_site, monkeypatch, in_loop):
+    site = make_site(ranks=2)
+    sender = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    sender._send_to_scheduler[1].close()
+    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 4)
+    sender._send_to_scheduler[1] = sockets.connect_push(site.port_args.endpoint("s1"))
+    monkeypatch.undo()
+
+    async def test(owner):
+        owner.schedulers.pop().socket.close(linger=0)
+        accepted = set()
+        with pytest.raises(RequestError):
+            for _ in range(100):
+                call, _ = owner.submit("ab", n=2)
+                accepted |= {child.number for child in call.message.batch}
+                await owner.sent()
+        orphan = await owner.sent_one()
+        assert isinstance(orphan, TokenizedGenerateReqInput)
+        assert orphan.number not in accepted
+        assert await owner.sent_one() == AbortReq(number=orphan.number, http_worker_ipc="w1.1")
+        assert set(owner.manager.results._requests) == accepted
+
+    in_loop(test, site=site, sender=sender)
+
+
+# Tokenization
+
+
+class GatedBackend(ReferenceBackend):
+    """Tokenizes long texts when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer())
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+
+    def encode(self, text: str, add_special_tokens: bool) -> bytes:
+        self.threads.append(threading.current_thread().name)
+        return super().encode(text, add_special_tokens)
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[bytes]:
+        self.threads.append(threading.current_thread().name)
+        self.entered.set()
+        assert self.gate.wait(30)
+        return super().encode_batch(texts, add_special_tokens)
+
+
+def test_a_long_text_is_tokenized_beside_the_loop_and_a_short_one_at_once(in_loop):
+    backend = GatedBackend()
+
+    async def test(owner):
+        call, _ = owner.submit([LONG_TEXT, "ab"], tokens=None)
+        await until(backend.entered.is_set)
+        assert owner.has_sent_nothing()
+        assert call.prompt_ids == []
+        # The loop is free: another request passes.
+        owner.submit("short")
+        assert (await owner.sent_one()).input_ids == pack(list(b"short"))
+        backend.gate.set()
+        long, short = await owner.sent()
+        assert (len(long.input_ids), short.input_ids) == (4 * len(LONG_TEXT), pack(list(b"ab")))
+        assert backend.threads == ["tokenize_0", threading.current_thread().name]
+
+    in_loop(test, backend=backend, info=engine_info(context_length=10_000))
+
+
+def test_a_call_that_is_aborted_before_its_tokenization_is_done_is_never_sent(in_loop):
+    backend = GatedBackend()
+
+    async def test(owner):
+        call, sink = owner.submit(LONG_TEXT)
+        await until(backend.entered.is_set)
+        call.abort()
+        backend.gate.set()
+        other, _ = owner.submit(LONG_TEXT, tokens=7)
+        assert (await owner.sent_one()).sampling_params.max_new_tokens == 7
+        assert owner.has_sent_nothing()
+        assert sink.heard == []
+        assert call.prompt_ids == []
+        assert not other.ended
+
+    in_loop(test, backend=backend, info=engine_info(context_length=10_000))
+
+
+def test_what_goes_wrong_in_a_late_tokenization_reaches_the_sink_once(in_loop, caplog):
+    class Broken(ReferenceBackend):
+        def encode_batch(self, texts, add_special_tokens):
+            raise RuntimeError("out of letters")
+
+    async def too_long(owner):
+        call, sink = owner.submit(LONG_TEXT)
+        await until(lambda: sink.heard)
+        assert sink.errors[0][0] == 400
+        assert len(sink.heard) == 1
+        assert call.ended
+
+    async def broken(owner):
+        _, sink = owner.submit(LONG_TEXT)
+        await until(lambda: sink.heard)
+        assert sink.errors == [(500, "tokenization failed: out of letters")]
+
+    in_loop(too_long)
+    in_loop(broken, backend=Broken(byte_tokenizer()))
+
+
+def test_tokenizing_and_detokenizing_for_their_own_sake(in_loop):
+    async def test(owner):
+        manager = owner.manager
+        for text in ("héllo", LONG_TEXT):
+            ids = await manager.tokenize(text)
+            assert ids == pack(list(text.encode()))
+            assert await manager.detokenize(list(text.encode())) == text
+        with pytest.raises(RequestError, match="token id 257 is outside"):
+            await manager.detokenize([257])
+
+    in_loop(test)
+
+
+# Aborts
+
+
+def test_an_aborted_call_is_ended_in_the_engine_and_hears_nothing_more(in_loop):
+    async def test(owner):
+        call, sink = owner.submit("ab", n=2)
+        first, second = [child.number for child in await owner.sent()]
+        owner.deliver(text_rows((first, "x", 0, None), (second, "y", 0, LENGTH)))
+        await until(lambda: sink.heard[-1:] == ["step end"])
+        heard = list(sink.heard)
+        call.abort()
+        call.abort()
+        # Only what still runs.
+        message = await owner.sent_one()
+        assert message == AbortReq(number=first, http_worker_ipc="w1.1")
+        other, _, other_sink = await owner.start_one()
+        owner.deliver(text_rows((first, "z", 1, FinishReason("abort"))), text_rows((other, "o", 0, None)))
+        await until(lambda: other_sink.heard)
+        assert sink.heard == heard
+        assert len(owner.manager.results) == 1
+
+    in_loop(test)
+
+
+def test_an_abort_by_the_users_id_is_the_schedulers_business(in_loop):
+    async def test(owner):
+        owner.manager.abort_by_id("mine")
+        assert await owner.sent_one() == AbortReq(rid="mine", http_worker_ipc="w1.1")
+        owner.manager.abort_by_id(None, abort_all=True)
+        assert await owner.sent_one() == AbortReq(abort_all=True, http_worker_ipc="w1.1")
+
+    in_loop(test)
+
+
+# The rest
+
+
+def test_server_info_tells_who_answers(in_loop):
+    async def test(owner):
+        await owner.start_one()
+        info = owner.manager.server_info()
+        assert (info["model"], info["engine"]["name"], info["chat_template"]) == ("bytes", "simulated", False)
+        assert info["worker"] == {"worker_id": 1, "address": "w1.1", "running_requests": 1}
+
+    in_loop(test)
+
+
+def test_a_worker_starts_no_bootstrap_server_and_tells_the_real_mode(make_site, in_loop):
+    async def test(owner):
+        worker = owner.manager
+        assert worker.disaggregation_mode == "null"
+        assert worker.server_info()["server_args"]["disaggregation_mode"] == "decode"
+        message = AbortReq(number=1)
+        worker.attach_multi_http_worker_info(message)
+        assert message.http_worker_ipc == worker.tokenizer_ipc_name == "w1.1"
+
+    in_loop(test, site=make_site(disaggregation_mode="decode"), manager_class=TokenizerWorker)
