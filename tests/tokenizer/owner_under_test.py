@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from multitok.engines.base import EngineInfo
@@ -16,7 +17,7 @@ from multitok.messages.to_detokenizer import OutputExtras
 from multitok.messages.to_scheduler import Header, ToScheduler
 from multitok.messages.to_tokenizer import BatchStrOutput
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
-from multitok.tokenizer.backends import ReferenceBackend
+from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.requests import EmbeddingInput, GenerateInput, RequestError
 from parts import DEADLINE_S, VOCAB_SIZE, Inbox, Site, byte_tokenizer, pack
@@ -95,6 +96,27 @@ def logprob_extras(*rows: list[float] | None) -> OutputExtras:
     return OutputExtras(output_token_logprobs=list(rows))
 
 
+class ByteTools:
+    """Ids are bytes."""
+
+    chat_template = None
+
+    def __init__(self, backend: TokenizerBackend) -> None:
+        self.backend = backend
+        self.decoder_is_loaded = False
+        self.decoder_thread: str | None = None
+
+    def load_decoder(self) -> None:
+        self.decoder_thread = threading.current_thread().name
+        self.decoder_is_loaded = True
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        return byte_tokenizer().decode([token_id]), bytes([token_id])
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return str(byte_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens))
+
+
 class Owner:
     """A manager, and what the schedulers receive from it."""
 
@@ -156,22 +178,15 @@ async def owner_of(
     *,
     manager_class: type[TokenizerManager] = TokenizerManager,
     info: EngineInfo | None = None,
+    backend: TokenizerBackend | None = None,
     start: bool = True,
     **changes: Any,
 ) -> AsyncIterator[Owner]:
     """Put a manager together as an HTTP process does."""
     ranks = len(site.port_args.scheduler_ipc_names)
     schedulers = [site.inbox(f"s{rank}", None) for rank in range(ranks)]
-    tokenizer = byte_tokenizer()
-
-    class TokenTexts:
-        def token_text(self, token_id: int) -> tuple[str, bytes]:
-            return tokenizer.decode([token_id]), bytes([token_id])
-
     parts: dict[str, Any] = {
-        "backend": ReferenceBackend(tokenizer),
-        "tokenizer": tokenizer,
-        "token_texts": TokenTexts(),
+        "text_tools": ByteTools(backend or ReferenceBackend(byte_tokenizer())),
         "detokenize_step": None,
         "is_ready": lambda: True,
         "describe": lambda: {"processes": {}},

@@ -55,9 +55,14 @@ def test_final_message_is_left_open_where_the_template_strips():
     assert template.render([user("a"), assistant(" b ")], continue_final_message=True) == "[a][b"
 
 
+@pytest.fixture(scope="module")
+def bracketed() -> ChatTemplate:
+    return ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}", None, None)
+
+
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_continuing_gives_the_beginning_of_the_closed_text(first, last):
-    template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}", None, None)
+def test_continuing_gives_the_beginning_of_the_closed_text(bracketed, first, last):
+    template = bracketed
     messages = [user(first), assistant(last)]
     closed = template.render(messages, add_generation_prompt=False)
     assert template.render(messages, continue_final_message=True) == closed[:-1]

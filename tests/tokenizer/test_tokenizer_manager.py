@@ -385,3 +385,13 @@ def test_a_worker_starts_no_bootstrap_server_and_tells_the_real_mode(make_site, 
         assert message.http_worker_ipc == worker.tokenizer_ipc_name == "w1.1"
 
     in_loop(test, site=make_site(disaggregation_mode="decode"), manager_class=TokenizerWorker)
+
+
+def test_the_decoder_for_log_probabilities_is_loaded_off_the_loop(in_loop):
+    async def test(owner):
+        tools = owner.manager._text_tools
+        await owner.start_one(sampling_params=SamplingParams(max_new_tokens=5, logprobs=0))
+        assert tools.decoder_is_loaded
+        assert tools.decoder_thread.startswith("tokenize")
+
+    in_loop(test)

@@ -17,6 +17,7 @@ from multitok.ipc.socket_mapping import SocketMapping
 from multitok.ipc.sockets import bind_pull, drain
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
+from multitok.messages.split import check_columns
 from multitok.messages.to_child import OwnerDied, Stop
 from multitok.messages.to_detokenizer import BatchIdentity, BatchTokenIDOutput, ToDetokenizer
 from multitok.messages.to_launcher import Ready
@@ -104,7 +105,9 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
             return None
         try:
             message = self._frames.decode(frame)
-        except msgspec.DecodeError as error:
+            if isinstance(message, BaseBatchReq):
+                check_columns(message)
+        except (msgspec.DecodeError, ValueError) as error:
             _log.error("a step's output can't be decoded: %s", error)
             return self._failed(frame)
         if isinstance(message, BaseBatchReq) and not message.numbers:
@@ -119,9 +122,13 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
             _log.exception("nor can the requests that it belongs to")
             return None
         rows = len(batch.numbers)
+        owners = batch.http_worker_ipcs
+        if owners is None or len(owners) != rows:
+            _log.error("nor is it known whose requests these are: %s", batch.numbers)
+            return None
         return BatchStrOutput(
             numbers=batch.numbers,
-            http_worker_ipcs=batch.http_worker_ipcs,
+            http_worker_ipcs=owners,
             output_ids=b"",
             output_lengths=[0] * rows,
             first_indexes=[0] * rows,

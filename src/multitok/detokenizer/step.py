@@ -22,14 +22,17 @@ _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 class _Request:
     """A running request's text."""
 
-    __slots__ = ("decode", "held", "min_new_tokens", "stops", "stream")
+    __slots__ = ("decode", "held_ids", "held_rows", "held_texts", "min_new_tokens", "stops", "stream")
 
     def __init__(self, decoder: TextDecoder, params: DecodeParams) -> None:
         self.decode: DecodeState = decoder.start(array("i", params.prompt_tail), params.skip_special_tokens)
         self.stops = StopMatcher(params.stop) if params.stop else None
         self.min_new_tokens = params.min_new_tokens
         self.stream = params.stream
-        self.held: list[BatchStrOutput] = []
+        # What a request that is not streamed has said so far: ids, text, and rows that say more than these.
+        self.held_ids = bytearray()
+        self.held_texts: list[str] = []
+        self.held_rows: list[TokenOutput] = []
 
     def push(self, ids: array[int], first_index: int) -> tuple[str, int | None, str | None]:
         """Return the text of new ids, and where a stop string ended it: after how many of the ids, and which."""
@@ -129,11 +132,11 @@ class DetokenizerStep:
                 kept.append(i)
                 if finish is not None:
                     del requests[number]
+            elif finish is None:
+                _hold(request, batch, i, row_ids, text)
             else:
-                request.held.append(_with_text(handle_output_by_index(batch, i), [text]))
-                if finish is not None:
-                    changed.append(_joined(request.held))
-                    del requests[number]
+                changed.append(_joined(request, _with_text(handle_output_by_index(batch, i), [text])))
+                del requests[number]
         return self._assemble(batch, texts, kept, changed)
 
     def _assemble(
@@ -166,7 +169,7 @@ class DetokenizerStep:
         self, batch: BatchTokenIDOutput, i: int, text: str, cut: int | None, finish: FinishReason, request: _Request
     ) -> BatchStrOutput:
         row = _cut(_with_text(handle_output_by_index(batch, i), [text]), cut, finish)
-        return _joined([*request.held, row])
+        return _joined(request, row)
 
     def _forget(self, number: int, finish: FinishReason | None) -> None:
         del self._requests[number]
@@ -197,19 +200,29 @@ def _cut_logprobs(extras: OutputExtras, length: int) -> None:
             setattr(extras, name, [column[0][:length]])
 
 
-def _joined(rows: list[BatchStrOutput]) -> BatchStrOutput:
-    """Return consecutive rows of one request as one row, which has the last one's end."""
-    last = rows[-1]
-    if len(rows) == 1:
+def _hold(request: _Request, batch: BatchTokenIDOutput, i: int, ids: array[int], text: str) -> None:
+    """Keep a row of a request that is not streamed until its end."""
+    request.held_ids += ids.tobytes()
+    request.held_texts.append(text)
+    if batch.extras is not None or batch.cached_tokens is not None:
+        row = handle_output_by_index(batch, i)
+        if row.extras is not None or row.cached_tokens is not None:
+            request.held_rows.append(row)
+
+
+def _joined(request: _Request, last: BatchStrOutput) -> BatchStrOutput:
+    """Return all rows of a request as one row, which has the last one's end."""
+    if not request.held_texts:
         return last
-    last.output_ids = b"".join([row.output_ids for row in rows])
-    last.output_strs = ["".join([row.output_strs[0] for row in rows])]
-    last.first_indexes = rows[0].first_indexes
+    last.first_indexes = [last.first_indexes[0] - len(request.held_ids) // 4]
+    last.output_ids = bytes(request.held_ids) + last.output_ids
+    last.output_strs = ["".join(request.held_texts) + last.output_strs[0]]
+    length = len(last.output_ids) // 4
+    last.output_lengths = None if length == 1 else [length]
+    rows: list[TokenOutput] = [*request.held_rows, last]
     # Counted once, in the row that an engine knows it in: usually the first, or the last; the others may say 0.
     counted = [row.cached_tokens for row in rows if row.cached_tokens is not None]
     last.cached_tokens = max(counted, key=lambda column: column[0] or 0, default=None)
-    length = len(last.output_ids) // 4
-    last.output_lengths = None if length == 1 else [length]
     with_extras = [row.extras for row in rows if row.extras is not None]
     if with_extras:
         last.extras = _joined_extras(with_extras)

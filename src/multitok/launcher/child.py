@@ -119,7 +119,8 @@ def _run_fork_server(
     launcher_pid: int,
 ) -> None:
     from multitok.launcher.fork_server import run_fork_server
-    from multitok.launcher.http_process import TextTools, run_http_process
+    from multitok.launcher.http_process import run_http_process
+    from multitok.launcher.text_tools import TextTools
 
     channel = LauncherChannel(port_args.channel_fd)
     tools = TextTools.load(server_args, port_args, files)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import logging
 import signal
 import socket
 
 import uvloop
-from tokenizers import Tokenizer
 
 from multitok import __version__
 from multitok.config import PortArgs, ServerArgs
-from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.step import DetokenizerStep
 from multitok.engines.base import EngineInfo
 from multitok.http.server import HttpServer
@@ -23,50 +20,15 @@ from multitok.ipc.router_socket import RouterSocket
 from multitok.ipc.sender_wrapper import FrameSender
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.shared_memory import read_from_shared_memory
+from multitok.launcher.text_tools import TextTools
 from multitok.messages.to_child import Drain, Start, Stop, ToChild
 from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
-from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend, load_tokenizer
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.worker import TokenizerWorker
 
 _log = logging.getLogger(__name__)
-
-
-class TextTools:
-    """What turns text into ids and back: loaded once, in the fork server, and shared by all workers.
-
-    Attributes
-    ----------
-    tokenizer : Tokenizer
-        The reference.
-    backend : TokenizerBackend
-        What prompts are tokenized with.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, backend: TokenizerBackend, vocab_size: int) -> None:
-        self.tokenizer = tokenizer
-        self.backend = backend
-        self._vocab_size = vocab_size
-
-    @classmethod
-    def load(cls, server_args: ServerArgs, port_args: PortArgs, files: ModelFiles) -> TextTools:
-        """Load them; the decoder's tables only where owners decode for themselves."""
-        tokenizer = load_tokenizer(files)
-        tools = cls(tokenizer, ReferenceBackend(tokenizer), port_args.vocab_size)
-        if not server_args.detokenizer_worker_num:
-            _ = tools.decoder
-        return tools
-
-    @functools.cached_property
-    def decoder(self) -> TextDecoder:
-        """The decoder, whose tables are built when they are first asked for."""
-        return TextDecoder.from_tokenizer(self.tokenizer, self._vocab_size)
-
-    def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return the text and the bytes of one id alone."""
-        return self.decoder.token_text(token_id)
 
 
 def run_http_process(
@@ -147,6 +109,7 @@ async def _serve(
         socket.socket(fileno=port_args.listen_fds["http"]),
         board.slot("tokenizer_worker", port_args.index),
     )
+    tools.backend.warm_up()
     manager.start()
     await server.start()
     gc.collect()
@@ -199,9 +162,7 @@ def _make_manager(
         port_args,
         files,
         engine_infos[0],
-        backend=tools.backend,
-        tokenizer=tools.tokenizer,
-        token_texts=tools,
+        text_tools=tools,
         sender=sender,
         detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(tools.decoder),
         is_ready=board.is_ready,

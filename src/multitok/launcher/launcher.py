@@ -181,14 +181,13 @@ class Launcher:
         _log.info("%s: draining, at most %g s", self._received[0].name, self._args.drain_timeout)
         self._stopping = self._draining = True
         self._http_socket.close()
-        seen = len(self._received)
         for child in self._workers():
             child.send(Drain(self._args.drain_timeout))
         # A worker ends by itself at its limit; one that doesn't is stopped soon after.
         self._wait_for_exit(
             self._workers,
             self._args.drain_timeout + _STOP_TIMEOUT_S,
-            lambda: len(self._received) > seen or self._status != 0,
+            lambda: len(self._received) > 1 or self._status != 0,
         )
         self._draining = False
         self._stop_at_once()

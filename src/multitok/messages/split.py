@@ -125,6 +125,41 @@ def _join_rows(values: list[list[Any] | None], sizes: list[int]) -> list[Any]:
     return rows
 
 
+def check_columns(batch: BaseBatchReq) -> None:
+    """Check that the columns of a batch agree on its rows.
+
+    Raises
+    ------
+    ValueError
+        One has more or fewer; the message names it.
+    """
+    _check_group(batch, len(batch.numbers))
+
+
+def _check_group(group: msgspec.Struct, rows: int) -> None:
+    for name, column in columns_of(type(group)).items():
+        value = getattr(group, name)
+        if value is None:
+            continue
+        match column:
+            case Rows(optional=optional):
+                wrong = len(value) > rows if optional else len(value) != rows
+            case Lengths():
+                wrong = len(value) != rows or min(value, default=0) < 0
+            case Packed(lengths=lengths, itemsize=itemsize):
+                items = getattr(group, lengths)
+                wrong = len(value) != itemsize * (rows if items is None else sum(items))
+            case Columns():
+                wrong = any(len(rows_of_key) > rows for rows_of_key in value.values())
+            case Group():
+                _check_group(value, rows)
+                continue
+            case Shared():
+                continue
+        if wrong:
+            raise ValueError(f"{name} does not fit a batch of {rows} rows")
+
+
 def _take_group(output: _Struct, indexes: list[int]) -> _Struct:
     taken = {}
     for name, column in columns_of(type(output)).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from multitok.messages.base import BaseReq
+from multitok.messages.base import BaseBatchReq, BaseReq
 from multitok.messages.columns import Rows
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq, TokenOutput
 
@@ -19,6 +19,10 @@ class BatchStrOutput(TokenOutput, tag=18, kw_only=True):
     """
 
     output_strs: Annotated[list[str], Rows()]
+
+
+class BatchStrIdentity(BaseBatchReq, tag=18):
+    """The leading fields of a `BatchStrOutput`: whose answers are lost when the rest can't be decoded."""
 
 
 class GetInternalStateReqOutput(BaseReq, tag=19, kw_only=True):

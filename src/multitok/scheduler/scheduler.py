@@ -288,19 +288,19 @@ class Scheduler:
             try:
                 self._engine.add_request(request.number, message.input_ids, params)
             except EngineRefusal as refusal:
-                self._forget_rid(request)
-                self._mapping.send_output(
-                    request.destination,
-                    RefusedReq(
-                        number=request.number,
-                        http_worker_ipc=request.owner,
-                        status=refusal.status,
-                        message=refusal.message,
-                    ),
-                )
+                self._refuse_waiting(request, refusal.status, refusal.message)
+                continue
+            except Exception:
+                _log.exception("the engine could not take request %d", request.number)
+                self._refuse_waiting(request, 500, "the engine could not take the request")
                 continue
             request.admitted = time.monotonic()
             self._running[request.number] = request
+
+    def _refuse_waiting(self, request: ScheduledRequest, status: int, message: str) -> None:
+        self._forget_rid(request)
+        refusal = RefusedReq(number=request.number, http_worker_ipc=request.owner, status=status, message=message)
+        self._mapping.send_output(request.destination, refusal)
 
     def _emit(self, outputs: list[EngineOutput]) -> None:
         rows: list[Row] = []

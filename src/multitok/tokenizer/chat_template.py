@@ -1,12 +1,15 @@
 """Chat templates: messages to prompt text, as Hugging Face's `apply_chat_template` does it, in a sandbox.
 
-`ChatTemplate` is the only door; the environment behind it is one implementation of "messages to text".
+`ChatTemplate` is the only door. Behind it `jinja2` has the last word; `minijinja` is asked first where it has shown
+that it gives the same text.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
@@ -19,6 +22,11 @@ from jinja2.utils import Namespace
 
 from multitok.tokenizer.content_format import content_format, tests_for_string
 from multitok.tokenizer.errors import ChatTemplateError, TemplateError
+from multitok.tokenizer.fast_template import FastTemplate, is_plain
+from multitok.tokenizer.template_dialect import outside_of_dialect
+from multitok.tokenizer.template_probe import first_difference
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -36,6 +44,8 @@ class ChatTemplate:
         The template, in Jinja.
     bos_token, eos_token : str or None
         Texts that the template may name.
+    fast : bool
+        Whether to try the fast engine at all.
 
     Raises
     ------
@@ -44,11 +54,13 @@ class ChatTemplate:
 
     Attributes
     ----------
+    engine : {'minijinja', 'jinja2'}
+        Which library renders; the second also does what the first one refuses or could print differently.
     content_format : {'string', 'parts'}
         Whether the template expects a message's content as one string or walks over its parts.
     """
 
-    def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
+    def __init__(self, source: str, bos_token: str | None, eos_token: str | None, *, fast: bool = True) -> None:
         environment = _environment()
         try:
             tree = environment.parse(source)
@@ -60,6 +72,8 @@ class ChatTemplate:
         # A template that only knows lists would walk over the letters of a string.
         self._wrap_strings = self.content_format == "parts" and not tests_for_string(tree)
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._fast = self._fast_template(source, environment) if fast else None
+        self.engine: Literal["minijinja", "jinja2"] = "jinja2" if self._fast is None else "minijinja"
 
     def render(
         self,
@@ -92,19 +106,52 @@ class ChatTemplate:
         ChatTemplateError
             With the template's own words where it refuses the messages.
         """
+        variables, tail = self._variables(
+            messages, add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs
+        )
+        text = self._render_fast(self._fast, variables) if self._fast is not None else None
+        if text is None:
+            text = self._render_reference(variables)
+        return text if tail is None else _cut_after(text, tail)
+
+    def _variables(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: list[dict[str, Any]] | None,
+        documents: list[dict[str, Any]] | None,
+        chat_template_kwargs: dict[str, Any],
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return what the template sees, and the text after which the result ends."""
         reserved = _RESERVED.intersection(chat_template_kwargs)
         if reserved:
             raise ChatTemplateError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
         prepared = [self._prepare(message) for message in messages]
         tail = _open_final_message(prepared) if continue_final_message else None
+        variables = {
+            "messages": prepared,
+            "tools": tools,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            **self._tokens,
+            **chat_template_kwargs,
+        }
+        return variables, tail
+
+    @staticmethod
+    def _render_fast(fast: FastTemplate, variables: dict[str, Any]) -> str | None:
+        if not all(value is None or is_plain(value) for value in variables.values()):
+            return None
         try:
-            text = self._template.render(
-                messages=prepared,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                **{**self._tokens, **chat_template_kwargs},
-            )
+            return fast.render(variables)
+        except Exception as error:  # refusals of the template are among them: the reference says them in its words
+            logger.debug("minijinja doesn't render these messages: %s", error)
+            return None
+
+    def _render_reference(self, variables: dict[str, Any]) -> str:
+        try:
+            return self._template.render(variables)
         except jinja2.UndefinedError as error:
             raise ChatTemplateError(f"the chat template misses something in these messages: {error}") from error
         except jinja2.TemplateError as error:
@@ -112,7 +159,41 @@ class ChatTemplate:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:  # a template is a program: with odd messages it can fail in any way
             raise ChatTemplateError(f"the chat template can't render these messages: {error}") from error
-        return text if tail is None else _cut_after(text, tail)
+
+    def _fast_template(self, source: str, environment: jinja2.Environment) -> FastTemplate | None:
+        """Make the fast template where it is known to print the same."""
+        # Parsed anew: compiling has folded constants in the other tree.
+        reason = outside_of_dialect(environment, source, environment.parse(source))
+        if reason is None:
+            try:
+                fast = FastTemplate(source, _FUNCTIONS, _to_json)
+                reason = first_difference(self._reference_or_none, functools.partial(self._fast_or_none, fast))
+            except Exception as error:  # a tag that it doesn't know, or whatever else it finds wrong
+                reason = str(error)
+        if reason is None:
+            return fast
+        logger.info("the chat template is rendered by jinja2, not by the faster minijinja: %s", reason)
+        return None
+
+    def _reference_or_none(self, messages: list[Message], **options: Any) -> str | None:
+        try:
+            variables, _ = self._probe_variables(messages, options)
+            return self._render_reference(variables)
+        except ChatTemplateError:
+            return None
+
+    def _fast_or_none(self, fast: FastTemplate, messages: list[Message], **options: Any) -> str | None:
+        try:
+            variables, _ = self._probe_variables(messages, options)
+        except ChatTemplateError:
+            return None
+        return self._render_fast(fast, variables)
+
+    def _probe_variables(self, messages: list[Message], options: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        names = ("add_generation_prompt", "continue_final_message", "tools", "documents")
+        generation, continuing, tools, documents = (options.get(name) for name in names)
+        kwargs = {key: value for key, value in options.items() if key not in names}
+        return self._variables(messages, bool(generation), bool(continuing), tools, documents, kwargs)
 
     def _prepare(self, message: Message) -> Message:
         # Templates handle a key that is absent, but print "None" for one that is null.
@@ -210,6 +291,10 @@ def _strftime_now(format: str) -> str:
     return datetime.datetime.now().strftime(format)
 
 
+# Those that both engines take from here.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+
 def _dict(*args: Iterable[Any], **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
@@ -218,12 +303,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "namespace": _SafeNamespace,
-        "dict": _dict,
-    }
-    environment.globals.update(functions)
+    environment.globals.update(_FUNCTIONS, namespace=_SafeNamespace, dict=_dict)
     environment.filters["tojson"] = _to_json
     return environment

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 import zmq
-from tokenizers import Tokenizer
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.base import EngineInfo
@@ -31,7 +30,7 @@ from multitok.messages.to_tokenizer import BatchStrOutput
 from multitok.tokenizer.backends import TokenizerBackend
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
 from multitok.tokenizer.chat_template import ChatTemplate
-from multitok.tokenizer.limits import check_ids, fit_output, fit_prompt
+from multitok.tokenizer.limits import check_ids, check_texts, fit_output, fit_prompt
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.requests import (
     EmbeddingInput,
@@ -45,18 +44,40 @@ from multitok.tokenizer.results import ResultReceiver
 
 _log = logging.getLogger(__name__)
 
-# Measured: the reference tokenizer takes about 1 us per character, so this is at most a few milliseconds.
-_INLINE_CHARACTERS = 4096
 # Enough ids for whatever a decoder's text depends on: an open character, a run of byte tokens, the first space.
 _TAIL_IDS = 16
 _NO_ROOM = "the server does not take requests at the moment; try again later"
 
 
-class TextOfIds(Protocol):
-    """Gives the text and the bytes of one id alone."""
+class TextTools(Protocol):
+    """What turns text into ids and back.
+
+    Attributes
+    ----------
+    backend : TokenizerBackend
+        What prompts are tokenized with.
+    chat_template : ChatTemplate or None
+        The model's.
+    """
+
+    backend: TokenizerBackend
+    chat_template: ChatTemplate | None
+
+    @property
+    def decoder_is_loaded(self) -> bool:
+        """Whether `token_text` answers at once."""
+        ...
+
+    def load_decoder(self) -> None:
+        """Make it answer at once; may take seconds, in any thread."""
+        ...
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return text and bytes."""
+        """Return the text and the bytes of one id alone."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids."""
         ...
 
 
@@ -77,12 +98,8 @@ class TokenizerManager:
         The model's name, chat template and so on.
     engine_info : EngineInfo
         What the engine is and can do.
-    backend : TokenizerBackend
-        Tokenizes.
-    tokenizer : Tokenizer
-        The reference, for /detokenize.
-    token_texts : TextOfIds
-        For log probabilities.
+    text_tools : TextTools
+        Tokenizer, chat template and decoder.
     sender : FrameSender
         Takes what goes to the schedulers.
     detokenize_step : callable or None
@@ -100,9 +117,7 @@ class TokenizerManager:
         files: ModelFiles,
         engine_info: EngineInfo,
         *,
-        backend: TokenizerBackend,
-        tokenizer: Tokenizer,
-        token_texts: TextOfIds,
+        text_tools: TextTools,
         sender: FrameSender,
         detokenize_step: Callable[[BatchTokenIDOutput], BatchStrOutput | None] | None,
         is_ready: Callable[[], bool],
@@ -114,16 +129,14 @@ class TokenizerManager:
         self.served_model_name = server_args.served_model_name or files.name
         self.created = int(time.time())
         self.context_length = engine_info.context_length
-        self.chat_template = (
-            ChatTemplate(files.chat_template, files.bos_token, files.eos_token) if files.chat_template else None
-        )
+        self.chat_template = text_tools.chat_template
         self.worker_id = port_args.index
         self.tokenizer_ipc_name = owner_address(port_args.index, port_args.life)
         self.is_ready = is_ready
-        self.token_text = token_texts.token_text
+        self.token_text = text_tools.token_text
         self._describe = describe
-        self._backend = backend
-        self._tokenizer = tokenizer
+        self._text_tools = text_tools
+        self._backend = text_tools.backend
         self._numbers = RequestNumbers(port_args.index, port_args.life)
         self._detokenizers = max(1, len(port_args.detokenizer_ipc_names))
         # Workers begin at different ones.
@@ -188,15 +201,20 @@ class TokenizerManager:
             It can't be done; the sink hears nothing.
         """
         self._check_task("generate")
+        check_texts(request.prompts, self.context_length, self._backend)
         call = GenerateCall(request, sink, self._end_early)
-        self._tokenize(request.prompts, request.add_special_tokens, call, self._send_generate)
+        # Log probabilities come with the text of each token.
+        load_decoder = request.sampling_params.logprobs is not None and not self._text_tools.decoder_is_loaded
+        self._tokenize(request.prompts, request.add_special_tokens, call, load_decoder, self._send_generate)
         return call
 
     def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
         """Start an embedding; see `submit`."""
         self._check_task("embed")
+        if not request.truncate:
+            check_texts(request.prompts, self.context_length, self._backend)
         call = EmbeddingCall(request, sink, self._end_early)
-        self._tokenize(request.prompts, True, call, self._send_embedding)
+        self._tokenize(request.prompts, True, call, False, self._send_embedding)
         return call
 
     def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
@@ -214,7 +232,7 @@ class TokenizerManager:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
         """Return the packed int32 ids of a text."""
-        if len(text) <= _INLINE_CHARACTERS:
+        if len(text) <= self._backend.inline_characters:
             return self._backend.encode(text, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._backend.encode, text, add_special_tokens)
@@ -228,11 +246,10 @@ class TokenizerManager:
             Some are outside the vocabulary.
         """
         check_ids(ids, self.engine_info.vocab_size)
-        if len(ids) <= _INLINE_CHARACTERS:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # Always in the thread: the reference tokenizer may have to be loaded for it.
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._threads, lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+            self._threads, lambda: self._text_tools.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
     # Inside
@@ -247,11 +264,12 @@ class TokenizerManager:
         prompts: list[str | bytes],
         add_special_tokens: bool,
         call: GenerateCall | EmbeddingCall,
+        load_decoder: bool,
         then: Callable[[GenerateCall | EmbeddingCall, list[bytes]], None],
     ) -> None:
         """Get the ids of all prompts and go on with `then`: at once, or from the loop when it takes longer."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if sum(map(len, texts)) <= _INLINE_CHARACTERS:
+        if not load_decoder and sum(map(len, texts)) <= self._backend.inline_characters:
             encoded = iter([self._backend.encode(text, add_special_tokens) for text in texts])
             then(call, [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts])
             return
@@ -269,7 +287,13 @@ class TokenizerManager:
                 call.fail(RequestError(500, f"tokenization failed: {error}"))
 
         loop = self._loop or asyncio.get_running_loop()
-        future = self._threads.submit(self._backend.encode_batch, texts, add_special_tokens)
+
+        def encode() -> list[bytes]:
+            if load_decoder:
+                self._text_tools.load_decoder()
+            return self._backend.encode_batch(texts, add_special_tokens)
+
+        future = self._threads.submit(encode)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(finish, done))
 
     def _send_generate(self, call: GenerateCall | EmbeddingCall, prompt_ids: list[bytes]) -> None:
@@ -328,14 +352,18 @@ class TokenizerManager:
         call: GenerateCall | EmbeddingCall,
         message: BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput,
     ) -> None:
+        children: Sequence[TokenizedGenerateReqInput | TokenizedEmbeddingReqInput] = message.batch
+        requests = [SubRequest(child.number, call, i, len(child.input_ids) // 4) for i, child in enumerate(children)]
         try:
             self._sender.send(message)
         except zmq.Again as error:
+            # Of several, some may have reached a rank that reads.
+            if len(requests) > 1:
+                self.results.abort(requests)
             raise RequestError(503, _NO_ROOM) from error
         call.message = message
-        children: Sequence[TokenizedGenerateReqInput | TokenizedEmbeddingReqInput] = message.batch
-        for index, child in enumerate(children):
-            self.results.add(SubRequest(child.number, call, index, len(child.input_ids) // 4))
+        for request in requests:
+            self.results.add(request)
 
     def _check_prompt(self, prompt: str | bytes, ids: bytes) -> None:
         if not ids:

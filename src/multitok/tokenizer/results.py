@@ -11,11 +11,12 @@ import zmq
 
 from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.ipc.sockets import descriptor, drain, readable
-from multitok.messages.base import FinishReason
+from multitok.messages.base import BaseBatchReq, FinishReason
 from multitok.messages.codec import FrameDecoder
+from multitok.messages.split import check_columns
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq
 from multitok.messages.to_scheduler import AbortReq, AckReq
-from multitok.messages.to_tokenizer import BatchStrOutput, ToTokenizer
+from multitok.messages.to_tokenizer import BatchStrIdentity, BatchStrOutput, ToTokenizer
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
 from multitok.tokenizer.requests import EmbeddingOutput, GenerateOutput, RequestError
 
@@ -51,6 +52,7 @@ class ResultReceiver:
         self._sender = sender
         self._detokenize_step = detokenize_step
         self._frames: FrameDecoder[ToTokenizer] = FrameDecoder(start_token, ToTokenizer)
+        self._identities: FrameDecoder[BatchStrIdentity] = FrameDecoder(start_token, BatchStrIdentity)
         self._requests: dict[int, SubRequest] = {}
         self._ended: list[int] = []
         self._unsent: list[AbortReq | AckReq] = []
@@ -89,13 +91,18 @@ class ResultReceiver:
     # Receiving
 
     def _on_readable(self) -> None:
+        if self._socket.closed:
+            return  # this call was due when it was closed
         for frames in drain(self._socket):
             if not self._frames.is_ours(frames[0]):
                 continue
             try:
                 message = self._frames.decode(frames[0])
-            except msgspec.DecodeError:
-                _log.exception("dropped results that can't be decoded")
+                if isinstance(message, BaseBatchReq):
+                    check_columns(message)
+            except (msgspec.DecodeError, ValueError) as error:
+                _log.error("results can't be decoded: %s", error)
+                self._fail_batch(frames[0])
                 continue
             self._handle(message)
         if self._loop is not None and readable(self._socket):
@@ -119,6 +126,19 @@ class ResultReceiver:
                     request.call.fail(RequestError(message.status, message.message))
             case _:
                 _log.error("%s came, which nobody asked for", type(message).__name__)
+
+    def _fail_batch(self, frame: bytes) -> None:
+        """Fail every request in a batch that can't be decoded, if its leading fields can be."""
+        try:
+            numbers = self._identities.decode(frame).numbers
+        except msgspec.DecodeError as error:
+            _log.error("nor can the requests that they belong to: %s", error)
+            return
+        for number in numbers:
+            request = self._requests.get(number)
+            if request is not None:
+                self._finish(request, number, None)
+                request.call.fail(RequestError(500, "a part of the answer could not be decoded"))
 
     def _handle_text(self, batch: BatchStrOutput) -> None:
         ids, lengths, finished = batch.output_ids, batch.output_lengths, batch.finished_reasons

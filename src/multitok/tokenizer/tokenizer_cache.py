@@ -122,7 +122,7 @@ def _write_or_explain(target: Path, content: bytes) -> None:
 
 def _private_temp_dir() -> Path:
     """A folder that no other user can have prepared."""
-    path = Path(tempfile.gettempdir()) / f"multitok-{os.geteuid()}"
+    path = Path(tempfile.gettempdir()) / f"cache-multitok-{os.geteuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         info = path.lstat()
@@ -130,4 +130,4 @@ def _private_temp_dir() -> Path:
             return path
     except OSError as error:
         logger.debug("%s can't be used: %s", path, error)
-    return Path(tempfile.mkdtemp(prefix="multitok-"))
+    return Path(tempfile.mkdtemp(prefix="cache-multitok-"))
