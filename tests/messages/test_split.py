@@ -22,6 +22,7 @@ from multitok.messages.base import BaseBatchReq, FinishReason
 from multitok.messages.codec import FrameDecoder, encode_frame
 from multitok.messages.columns import Packed, Rows, columns_of
 from multitok.messages.split import (
+    check_columns,
     concatenate,
     extract_field_by_index,
     handle_output_by_index,
@@ -255,3 +256,28 @@ def test_concatenating_fills_what_a_batch_lacks():
     assert joined.output_lengths == [2, 2, 0, 1]
     assert joined.extras == OutputExtras(output_token_logprobs=[[-1.0, -2.0], None, None, None])
     assert handle_output_by_index(joined, 0) == one
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"first_indexes": [0]}, "first_indexes"),
+        ({"output_ids": b"\0" * 4}, "output_ids"),
+        ({"output_lengths": [1]}, "output_lengths"),
+        ({"output_lengths": [3, -1]}, "output_lengths"),
+        ({"finished_reasons": [None] * 3}, "finished_reasons"),
+        ({"extras": OutputExtras(reasoning_tokens=[1])}, "reasoning_tokens"),
+        ({"extras": OutputExtras(customized_info={"a": [1, 2, 3]})}, "customized_info"),
+    ],
+)
+def test_columns_that_disagree_are_an_error_that_names_one(change, field):
+    batch = BatchTokenIDOutput(
+        numbers=[1, 2],
+        http_worker_ipcs=["w1.1"] * 2,
+        output_ids=b"\0" * 8,
+        first_indexes=[0, 0],
+        extras=OutputExtras(output_token_logprobs=[[0.5]], customized_info={"a": [1]}),
+    )
+    check_columns(batch)
+    with pytest.raises(ValueError, match=field):
+        check_columns(msgspec.structs.replace(batch, **change))
