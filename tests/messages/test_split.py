@@ -263,7 +263,7 @@ def test_concatenating_fills_what_a_batch_lacks():
     [
         ({"first_indexes": [0]}, "first_indexes"),
         ({"output_ids": b"\0" * 4}, "output_ids"),
-        ({"output_lengths": [1]}, "output_lengths"),
+        ({"output_lengths": [2]}, "output_lengths"),
         ({"output_lengths": [3, -1]}, "output_lengths"),
         ({"finished_reasons": [None] * 3}, "finished_reasons"),
         ({"extras": OutputExtras(reasoning_tokens=[1])}, "reasoning_tokens"),

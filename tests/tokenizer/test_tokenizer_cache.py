@@ -90,7 +90,7 @@ def test_a_cache_that_cannot_be_written_gives_a_private_temporary_one(tmp_path, 
     with caplog.at_level(logging.WARNING):
         path = cached_tokenizer_file(metadata, tmp_path / "file")
     assert "can't be written (Not a directory)" in caplog.text
-    assert path.parent == temporary / f"multitok-{os.geteuid()}"
+    assert path.parent == temporary / f"cache-multitok-{os.geteuid()}"
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert Tokenizer.from_file(str(path)).encode("he").ids == [256]
     assert cached_tokenizer_file(metadata, tmp_path / "file") == path
@@ -99,7 +99,7 @@ def test_a_cache_that_cannot_be_written_gives_a_private_temporary_one(tmp_path, 
 def test_a_temporary_folder_that_others_could_have_prepared_is_not_used(tmp_path, metadata, monkeypatch):
     (tmp_path / "file").write_text("")
     temporary = tmp_path / "tmp"
-    prepared = temporary / f"multitok-{os.geteuid()}"
+    prepared = temporary / f"cache-multitok-{os.geteuid()}"
     prepared.mkdir(parents=True)
     prepared.chmod(0o777)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -136,7 +136,7 @@ def test_a_user_without_a_home_gets_a_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert default_cache_dir() == tmp_path / f"multitok-{os.geteuid()}"
+    assert default_cache_dir() == tmp_path / f"cache-multitok-{os.geteuid()}"
 
 
 def test_no_place_at_all_is_an_error_for_the_user(tmp_path, metadata, monkeypatch):

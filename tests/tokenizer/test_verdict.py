@@ -127,7 +127,7 @@ def test_a_cache_that_cannot_be_written_gives_a_private_temporary_one(files, tmp
     assert get_verdict(files, tmp_path / "file") == probes.result
     assert get_verdict(files, tmp_path / "file") == probes.result
     assert len(probes) == 1
-    assert len(list((tmp_path / f"multitok-{os.geteuid()}").iterdir())) == 1
+    assert len(list((tmp_path / f"cache-multitok-{os.geteuid()}").iterdir())) == 1
 
 
 def test_no_place_at_all_costs_only_the_probe(files, tmp_path, probes, monkeypatch, caplog):

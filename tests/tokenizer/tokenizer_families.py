@@ -21,7 +21,7 @@ from multitok.tokenizer.token_bound import token_bound
 
 @cache
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="multitok-families-"))
+    return Path(tempfile.mkdtemp(prefix="families-multitok-"))
 
 
 def _from_gguf(path: Path) -> ModelFiles:
