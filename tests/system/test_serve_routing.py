@@ -12,25 +12,7 @@ from reference import MODEL, echo_text, echoed, ids_of, raw_text, tokenizer
 from server import STOP_S, Server
 
 CLIENTS = 64
-_WORDS = [
-    "river",
-    "stone",
-    "7",
-    "window",
-    "quick",
-    "42",
-    "lantern",
-    "of",
-    "the",
-    "harbour",
-    "green,",
-    "paper;",
-    "moon?",
-    "gate",
-    "under",
-    "1999",
-    "small",
-]
+_WORDS = ("river", "stone", "7", "window", "42", "of the", "harbour", "green,", "paper;", "moon?", "gate", "1999")
 
 
 def _prompt(client: int) -> str:
