@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -287,6 +288,26 @@ class Launcher:
         if fork_server is not None and fork_server.ready:
             fork_server.send(Fork(index, life), [theirs.fileno(), self._http_socket.fileno()])
 
+    def _forget_forks(self) -> None:
+        """Ask anew for the workers that a dead fork server may or may not have made.
+
+        One that it has made sees its channel close, and exits; the next has a life, and so an address, of its own.
+        """
+        forking, self._forking = self._forking, {}
+        for index, (life, ours, theirs) in forking.items():
+            ours.close()
+            theirs.close()
+            self._fork_worker(index, life + 1)
+
+    def _reap_strays(self) -> None:
+        """Collect adopted children that this process knows nothing of."""
+        known = {child.pid for child in self._children.values()}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in known:
+                    return
+                os.waitpid(ended.si_pid, 0)
+
     def _worker_forked(self, message: Forked) -> None:
         _, ours, theirs = self._forking.pop(message.index)
         theirs.close()
@@ -361,6 +382,7 @@ class Launcher:
         self._unwatch(child.channel)
         self._unwatch(child.pidfd)
         ending = child.reap()
+        self._reap_strays()
         del self._children[child.role, child.index]
         self._board.set_life(child.role, child.index, 0)
         if child.role == WORKER:
@@ -377,6 +399,7 @@ class Launcher:
         elif child.role == WORKER and child.ready:
             self.keep_worker_alive(child, ending)
         elif child.role == FORK_SERVER and child.ready:
+            self._forget_forks()
             _log.warning("%s (pid %d) %s; starting its life %d", child.name, child.pid, ending, child.life + 1)
             self._start(FORK_SERVER, 0, child.life + 1, [])
         else:
