@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from multitok import __version__
-from multitok.cli import serve
+from multitok.cli import bench, serve
 
-_COMMANDS = {"serve": serve}
+_COMMANDS = {"serve": serve, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(command=command, subparser=subparser)
-    options = parser.parse_args(arguments)
+    # What a command doesn't know is its own error, with its own usage.
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options.subparser.error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = options.command.run(options, options.subparser)
     return status
 

@@ -1,0 +1,1 @@
+"""What the benchmark commands share: starting servers, data, accounting by stage, results."""

@@ -1,0 +1,1 @@
+"""Load generator and accounting of ``multitok bench`` and the benchmarks; they see servers from outside only."""
