@@ -56,6 +56,8 @@ class _Call(Generic[_Input, _Sink]):
         Packed int32 ids of each prompt; empty until tokenization is done.
     running : dict of int to SubRequest
         Sub-requests that have not ended, by number.
+    single : bool
+        It has one sub-request.
     ended : bool
         The sink hears nothing more.
     message : batch message or None
@@ -68,6 +70,7 @@ class _Call(Generic[_Input, _Sink]):
         self.prompt_ids: list[bytes] = []
         self.running: dict[int, SubRequest] = {}
         self.ended = False
+        self.single = len(request.prompts) * getattr(request, "n", 1) == 1
         self.message: BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput | None = None
         self._on_abort = on_abort
 

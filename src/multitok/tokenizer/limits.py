@@ -26,21 +26,22 @@ def check_ids(ids: Sequence[int] | memoryview, vocab_size: int) -> None:
         raise RequestError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", "prompt")
 
 
-def check_texts(prompts: Sequence[str | bytes], context_length: int, backend: TokenizerBackend) -> None:
-    """Refuse texts that can't fit before time is spent on tokenizing them.
+def check_texts(texts: Sequence[str], context_length: int | None, backend: TokenizerBackend) -> None:
+    """Refuse texts that can't fit before time is spent on tokenizing them; None: whatever doesn't fit will be cut.
 
     Raises
     ------
     RequestError
         400: one has more tokens than the context, however they are counted.
     """
-    for prompt in prompts:
+    if context_length is None:
+        return
+    for text in texts:
         # Looking closer costs a millisecond per MB, and no common text has a token per letter.
-        too_long = isinstance(prompt, str) and len(prompt) > 4 * context_length
-        if too_long and backend.least_tokens(str(prompt)) > context_length:
+        if len(text) > 4 * context_length and backend.least_tokens(text) > context_length:
             raise RequestError(
                 400,
-                f"the prompt of {len(prompt)} characters has more tokens than the context of {context_length}",
+                f"the prompt of {len(text)} characters has more tokens than the context of {context_length}",
                 "prompt",
             )
 

@@ -201,7 +201,6 @@ class TokenizerManager:
             It can't be done; the sink hears nothing.
         """
         self._check_task("generate")
-        check_texts(request.prompts, self.context_length, self._backend)
         call = GenerateCall(request, sink, self._end_early)
         # Log probabilities come with the text of each token.
         load_decoder = request.sampling_params.logprobs is not None and not self._text_tools.decoder_is_loaded
@@ -211,8 +210,6 @@ class TokenizerManager:
     def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
         """Start an embedding; see `submit`."""
         self._check_task("embed")
-        if not request.truncate:
-            check_texts(request.prompts, self.context_length, self._backend)
         call = EmbeddingCall(request, sink, self._end_early)
         self._tokenize(request.prompts, True, call, False, self._send_embedding)
         return call
@@ -269,7 +266,9 @@ class TokenizerManager:
     ) -> None:
         """Get the ids of all prompts and go on with `then`: at once, or from the loop when it takes longer."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        longest = None if isinstance(call, EmbeddingCall) and call.request.truncate else self.context_length
         if not load_decoder and sum(map(len, texts)) <= self._backend.inline_characters:
+            check_texts(texts, longest, self._backend)
             encoded = iter([self._backend.encode(text, add_special_tokens) for text in texts])
             then(call, [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts])
             return
@@ -291,6 +290,7 @@ class TokenizerManager:
         def encode() -> list[bytes]:
             if load_decoder:
                 self._text_tools.load_decoder()
+            check_texts(texts, longest, self._backend)
             return self._backend.encode_batch(texts, add_special_tokens)
 
         future = self._threads.submit(encode)

@@ -14,7 +14,7 @@ from multitok.ipc.sockets import descriptor, drain, readable
 from multitok.messages.base import BaseBatchReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq
+from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, OutputExtras, RefusedReq
 from multitok.messages.to_scheduler import AbortReq, AckReq
 from multitok.messages.to_tokenizer import BatchStrIdentity, BatchStrOutput, ToTokenizer
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
@@ -142,10 +142,11 @@ class ResultReceiver:
 
     def _handle_text(self, batch: BatchStrOutput) -> None:
         ids, lengths, finished = batch.output_ids, batch.output_lengths, batch.finished_reasons
-        first_indexes, texts, requests = batch.first_indexes, batch.output_strs, self._requests
+        cached, extras, requests = batch.cached_tokens, batch.extras, self._requests
         touched: dict[int, GenerateCall] = {}
         end = 0
-        for i, number in enumerate(batch.numbers):
+        rows = zip(batch.numbers, batch.first_indexes, batch.output_strs, strict=True)
+        for i, (number, first, text) in enumerate(rows):
             start, end = end, end + (4 if lengths is None else 4 * lengths[i])
             finish = None if finished is None else finished[i]
             request = requests.get(number)
@@ -157,24 +158,17 @@ class ResultReceiver:
             assert isinstance(call, GenerateCall)
             row_ids = ids[start:end]
             have = len(request.output_ids) // 4
-            # A last row without ids shows a gap too, unless the request failed anyway.
-            if first_indexes[i] != have and (row_ids or (finish is not None and finish.type in ("stop", "length"))):
-                if first_indexes[i] * 4 + len(row_ids) <= have * 4 and finish is None:
-                    continue
-                _log.error("request %d: output %d came where %d was due", number, first_indexes[i], have)
-                self._finish(request, number, finish)
-                call.fail(RequestError(500, "a part of the answer was lost"))
+            if first != have and not self._continues(request, first, row_ids, finish):
                 continue
             # Delivered: from here on its recovery needs the ids, not the message.
             call.message = None
             request.output_ids += row_ids
-            request.text_length += len(texts[i])
-            if batch.cached_tokens is not None:
-                request.cached_tokens = batch.cached_tokens[i] or request.cached_tokens
-            output = GenerateOutput(request.index, texts[i], row_ids, finish)
-            output.completion_tokens = have + len(row_ids) // 4
-            if batch.extras is not None:
-                _add_extras(output, batch, i)
+            request.text_length += len(text)
+            output = GenerateOutput(request.index, text, row_ids, finish, 0, have + len(row_ids) // 4)
+            if cached is not None:
+                request.cached_tokens = cached[i] or request.cached_tokens
+            if extras is not None:
+                _add_extras(output, extras, i)
             if finish is not None:
                 self._finish(request, number, finish)
                 if finish.type in ("error", "abort"):
@@ -182,22 +176,42 @@ class ResultReceiver:
                     continue
                 output.prompt_tokens = request.prompt_tokens
                 output.cached_tokens = request.cached_tokens
-            touched[id(call)] = call
-            self._deliver(call, output)
-        for call in touched.values():
+            try:
+                call.sink.on_output(output)
+                if call.single:
+                    call.sink.on_step_end()
+                    call.ended = call.ended or not call.running
+                else:
+                    touched[id(call)] = call
+            except Exception as error:
+                self._not_delivered(call, error)
+        self._end_step(touched.values())
+
+    def _continues(self, request: SubRequest, first: int, row_ids: bytes, finish: FinishReason | None) -> bool:
+        """Whether a row that is out of place can be taken all the same; a gap fails its call."""
+        have = len(request.output_ids) // 4
+        if not row_ids and (finish is None or finish.type in ("error", "abort")):
+            return True
+        if first * 4 + len(row_ids) <= have * 4 and finish is None:
+            return False
+        # A last row without ids shows a gap too.
+        _log.error("request %d: output %d came where %d was due", request.number, first, have)
+        self._finish(request, request.number, finish)
+        request.call.fail(RequestError(500, "a part of the answer was lost"))
+        return False
+
+    def _end_step(self, calls: Iterable[GenerateCall]) -> None:
+        for call in calls:
             if not call.ended:
-                self._guarded(call, call.sink.on_step_end)
+                try:
+                    call.sink.on_step_end()
+                except Exception as error:
+                    self._not_delivered(call, error)
                 call.ended = call.ended or not call.running
 
-    def _deliver(self, call: GenerateCall, output: GenerateOutput) -> None:
-        self._guarded(call, lambda: call.sink.on_output(output))
-
-    def _guarded(self, call: GenerateCall | EmbeddingCall, deliver: Callable[[], None]) -> None:
-        try:
-            deliver()
-        except Exception as error:
-            _log.exception("a result could not be handed to its connection")
-            call.fail(RequestError(500, f"the answer could not be written: {error}"))
+    def _not_delivered(self, call: GenerateCall | EmbeddingCall, error: Exception) -> None:
+        _log.error("a result could not be handed to its connection", exc_info=error)
+        call.fail(RequestError(500, f"the answer could not be written: {error}"))
 
     def _handle_embeddings(self, batch: BatchEmbeddingOutput) -> None:
         for i, number in enumerate(batch.numbers):
@@ -213,9 +227,11 @@ class ResultReceiver:
             if embedding is None:
                 call.fail(_error_of(finish))
                 continue
-            sink, output = call.sink, EmbeddingOutput(request.index, embedding, request.prompt_tokens)
             call.ended = not call.running
-            self._guarded(call, lambda sink=sink, output=output: sink.on_output(output))  # type: ignore[misc]
+            try:
+                call.sink.on_output(EmbeddingOutput(request.index, embedding, request.prompt_tokens))
+            except Exception as error:
+                self._not_delivered(call, error)
 
     # Ends
 
@@ -261,9 +277,7 @@ class ResultReceiver:
             del self._unsent[0]
 
 
-def _add_extras(output: GenerateOutput, batch: BatchStrOutput, i: int) -> None:
-    extras = batch.extras
-    assert extras is not None
+def _add_extras(output: GenerateOutput, extras: OutputExtras, i: int) -> None:
     if extras.output_token_logprobs is not None:
         output.logprobs = extras.output_token_logprobs[i]
     if extras.output_top_logprobs is not None:

@@ -7,11 +7,13 @@ the whole text so far in every event, costs the square of an answer's length.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from multitok.engines.base import EngineInfo
+from multitok.http.body_route import BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
@@ -108,7 +110,7 @@ def _grammar(sampling: NativeSampling, info: EngineInfo) -> Grammar | None:
     return grammar
 
 
-class GenerateRoute:
+class GenerateRoute(BodyRoute):
     """Serves native generation.
 
     Parameters
@@ -123,8 +125,8 @@ class GenerateRoute:
         self._manager = manager
         self._max_prompts = max_prompts
 
-    def __call__(self, exchange: HttpExchange) -> None:
-        """Serve one request."""
+    def read(self, exchange: HttpExchange) -> Start:
+        """Decode and check the body; see `BodyRoute`."""
         manager = self._manager
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, body.rid, "gen-", "rid")
@@ -173,7 +175,8 @@ class GenerateRoute:
             request_id=request_id,
             priority=check_priority(body.priority),
         )
-        generate(exchange, manager, request, NativeWriter(manager, request_id, body, single and n == 1))
+        writer = NativeWriter(manager, request_id, body, single and n == 1)
+        return partial(generate, exchange, manager, request, writer)
 
 
 class NativeWriter:

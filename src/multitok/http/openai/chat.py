@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from multitok.http.body_route import BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
@@ -42,7 +44,7 @@ _UNSUPPORTED = unsupported_fields(ChatRequest)
 _TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "continue_final_message"}
 
 
-class ChatRoute:
+class ChatRoute(BodyRoute):
     """Serves chat completions.
 
     Parameters
@@ -57,8 +59,8 @@ class ChatRoute:
         self._manager = manager
         self._max_prompts = max_prompts
 
-    def __call__(self, exchange: HttpExchange) -> None:
-        """Serve one request."""
+    def read(self, exchange: HttpExchange) -> Start:
+        """Decode and check the body; see `BodyRoute`."""
         manager = self._manager
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, body.request_id, "chatcmpl-")
@@ -97,7 +99,8 @@ class ChatRoute:
             request_id=request_id,
             priority=check_priority(body.priority),
         )
-        generate(exchange, manager, request, ChatWriter(manager, request_id, body, n, wants_usage(body)))
+        writer = ChatWriter(manager, request_id, body, n, wants_usage(body))
+        return partial(generate, exchange, manager, request, writer)
 
 
 def render_chat(body: ChatRequest, manager: Manager) -> str:

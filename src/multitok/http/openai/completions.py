@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 
 import msgspec
 
+from multitok.http.body_route import BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
@@ -42,7 +44,7 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 _UNSUPPORTED = unsupported_fields(CompletionRequest)
 
 
-class CompletionRoute:
+class CompletionRoute(BodyRoute):
     """Serves completions.
 
     Parameters
@@ -57,8 +59,8 @@ class CompletionRoute:
         self._manager = manager
         self._max_prompts = max_prompts
 
-    def __call__(self, exchange: HttpExchange) -> None:
-        """Serve one request."""
+    def read(self, exchange: HttpExchange) -> Start:
+        """Decode and check the body; see `BodyRoute`."""
         manager = self._manager
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, body.request_id, "cmpl-")
@@ -96,13 +98,11 @@ class CompletionRoute:
             priority=check_priority(body.priority),
         )
         writer = CompletionWriter(manager, request_id, body, n, wants_usage(body))
-        if not body.echo:
-            generate(exchange, manager, request, writer)
-        elif all(isinstance(prompt, str) for prompt in prompts):
+        if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
+            return lambda: exchange.run(self._echo_ids(exchange, request, writer))
+        if body.echo:
             writer.echo = prompts  # type: ignore[assignment]
-            generate(exchange, manager, request, writer)
-        else:
-            exchange.run(self._echo_ids(exchange, request, writer))
+        return partial(generate, exchange, manager, request, writer)
 
     async def _echo_ids(self, exchange: HttpExchange, request: GenerateInput, writer: CompletionWriter) -> None:
         """Find the text of prompts that were given as ids, then go on; rare enough for a task."""

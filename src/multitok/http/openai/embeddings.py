@@ -7,6 +7,7 @@ from binascii import b2a_base64
 
 import msgspec
 
+from multitok.http.body_route import BodyRoute, Start
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
@@ -21,7 +22,7 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 _UNSUPPORTED = unsupported_fields(EmbeddingRequest)
 
 
-class EmbeddingRoute:
+class EmbeddingRoute(BodyRoute):
     """Serves embeddings.
 
     Parameters
@@ -36,8 +37,8 @@ class EmbeddingRoute:
         self._manager = manager
         self._max_prompts = max_prompts
 
-    def __call__(self, exchange: HttpExchange) -> None:
-        """Serve one request."""
+    def read(self, exchange: HttpExchange) -> Start:
+        """Decode and check the body; see `BodyRoute`."""
         manager = self._manager
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, body.request_id, "embd-")
@@ -59,7 +60,11 @@ class EmbeddingRoute:
         sink = EmbeddingCollector(
             exchange, len(prompts), body.encoding_format == "base64", manager.served_model_name, request_id
         )
-        exchange.on_disconnect = manager.submit_embedding(request, sink).abort
+
+        def start() -> None:
+            exchange.on_disconnect = manager.submit_embedding(request, sink).abort
+
+        return start
 
 
 class EmbeddingCollector:
