@@ -85,7 +85,12 @@ class DoubleSubmission:
             )
         )
 
-    def step(self, text: str, finish: FinishReason | None = None) -> None:
+    def step(self, text: str, finish: FinishReason | None = None, short_way: bool = True) -> None:
+        choices = len(self.request.prompts) * self.request.n
+        plain = short_way and choices == 1 and finish is None and self.request.sampling_params.logprobs is None
+        if plain and text and self.sink.write_delta(text):
+            self.counts[0] = self.counts.get(0, 0) + len(text)
+            return
         for index in range(len(self.request.prompts) * self.request.n):
             self.output(text, index, finish)
         self.sink.on_step_end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 from collections.abc import Iterator
 
@@ -80,6 +81,24 @@ def test_failure_in_the_middle_is_an_event(server: RunningServer) -> None:
         connection.post(CHAT, chat())
         server.call(server.manager.next_submission().finish, "next")
         assert connection.read().status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, chat), ("/v1/completions", lambda **fields: {"prompt": "hi", **fields})]
+)
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_the_short_way_writes_what_the_long_way_writes(server: RunningServer, path, body, version: str) -> None:
+    streams = []
+    for short_way in (True, False):
+        with server.connect() as connection:
+            connection.post(path, body(stream=True, request_id="same"), version=version)
+            submission = server.manager.next_submission()
+            for text in ("a", 'b"\n', "🙂é", "\u2028"):
+                server.call(lambda text=text, submission=submission: submission.step(text, short_way=short_way))
+            server.call(submission.finish)
+            streams.append(re.sub(rb'"created":\d+', b"", connection.read().body))
+    assert streams[0] == streams[1]
+    assert streams[0].count(b"data: ") >= 5
 
 
 class Stalled:

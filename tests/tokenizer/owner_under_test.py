@@ -43,6 +43,9 @@ class Sink:
     def on_output(self, output: Any) -> None:
         self.heard.append(output)
 
+    def write_delta(self, text: str) -> bool:
+        return False
+
     def on_step_end(self) -> None:
         self.heard.append("step end")
 

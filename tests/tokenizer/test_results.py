@@ -104,7 +104,7 @@ def test_what_cannot_be_decoded_or_is_foreign_or_unasked_for_is_dropped_and_the_
         await until(lambda: sink.heard)
         assert sink.text == "a"
         for message in (
-            "results can't be decoded",
+            "results can't be used",
             "not of this start",
             "GetInternalStateReqOutput came, which nobody asked for",
             "ids came to an owner that does not decode",

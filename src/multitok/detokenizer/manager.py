@@ -6,20 +6,26 @@ import logging
 from collections.abc import Iterator
 
 import msgspec
-import zmq
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.multi_http_worker import MultiHttpWorkerDetokenizerMixin
 from multitok.detokenizer.step import DetokenizerStep
-from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
+from multitok.ipc.orders import forward_orders
 from multitok.ipc.socket_mapping import SocketMapping
-from multitok.ipc.sockets import bind_pull, drain
+from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import OwnerDied, Stop
-from multitok.messages.to_detokenizer import BatchIdentity, BatchTokenIDOutput, ToDetokenizer
+from multitok.messages.to_child import LauncherExited, OwnerDied, Stop, ToChild
+from multitok.messages.to_detokenizer import (
+    BatchEmbeddingOutput,
+    BatchIdentity,
+    BatchTokenIDOutput,
+    RefusedReq,
+    ToDetokenizer,
+)
 from multitok.messages.to_launcher import Ready
 from multitok.messages.to_tokenizer import BatchStrOutput
 
@@ -57,8 +63,12 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         self.step = DetokenizerStep(decoder)
         self._channel = channel
         address = port_args.detokenizer_ipc_names[port_args.index]
-        self._receive_from_scheduler = bind_pull(port_args.endpoint(address), port_args.listen_fds[address])
-        self._frames: FrameDecoder[ToDetokenizer] = FrameDecoder(port_args.start_token, ToDetokenizer)
+        self._endpoint = port_args.endpoint(address)
+        self._start_token = port_args.start_token
+        self._receive_from_scheduler = bind_pull(self._endpoint, port_args.listen_fds[address])
+        self._frames: FrameDecoder[ToDetokenizer | ToChild | LauncherExited] = FrameDecoder(
+            port_args.start_token, ToDetokenizer | ToChild | LauncherExited
+        )
         self._identities: FrameDecoder[BatchIdentity] = FrameDecoder(port_args.start_token, BatchIdentity)
         self._stopping = False
 
@@ -79,40 +89,37 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         LauncherGone
             The launcher has exited.
         """
-        poller = zmq.Poller()
-        poller.register(self._receive_from_scheduler, zmq.POLLIN)
-        poller.register(self._channel.fileno(), zmq.POLLIN)
+        forward_orders(self._channel, self._endpoint, self._start_token)
         self._channel.send(Ready())
         while not self._stopping:
-            for source, _ in poller.poll():
-                if source == self._channel.fileno():
-                    self._follow_launcher()
-                    continue
-                for frames in drain(self._receive_from_scheduler):
-                    output = self._handle(frames[0])
-                    if output is not None:
-                        yield output
-
-    def _follow_launcher(self) -> None:
-        for message in self._channel.receive():
-            if isinstance(message, OwnerDied):
-                self.socket_mapping.drop(message.address)
-            elif isinstance(message, Stop):
-                self._stopping = True
+            output = self._handle(self._receive_from_scheduler.recv_multipart()[0])
+            if output is not None:
+                yield output
 
     def _handle(self, frame: bytes) -> BaseReq | BaseBatchReq | None:
         if not self._frames.is_ours(frame):
             return None
         try:
             message = self._frames.decode(frame)
-            if isinstance(message, BaseBatchReq):
+            if isinstance(message, BatchTokenIDOutput | BatchEmbeddingOutput):
                 check_columns(message)
         except (msgspec.DecodeError, ValueError) as error:
             _log.error("a step's output can't be decoded: %s", error)
             return self._failed(frame)
-        if isinstance(message, BaseBatchReq) and not message.numbers:
-            return None
-        return self.step(message) if isinstance(message, BatchTokenIDOutput) else message
+        match message:
+            case BatchTokenIDOutput():
+                return self.step(message) if message.numbers else None
+            case BatchEmbeddingOutput():
+                return message if message.numbers else None
+            case RefusedReq():
+                return message
+            case OwnerDied():
+                self.socket_mapping.drop(message.address)
+            case Stop():
+                self._stopping = True
+            case LauncherExited():
+                raise LauncherGone
+        return None
 
     def _failed(self, frame: bytes) -> BatchStrOutput | None:
         """Return the failure of every request in a batch that can't be decoded, if its leading fields can be."""

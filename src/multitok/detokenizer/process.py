@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 from tokenizers import Tokenizer
@@ -38,6 +39,9 @@ def run_detokenizer_process(
     channel = LauncherChannel(port_args.channel_fd)
     decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file), port_args.vocab_size)
     _log.info("decoding by %s", decoder.strategy)
+    # What loading left behind, tables of 100,000 entries among it, never needs to be looked at again.
+    gc.collect()
+    gc.freeze()
     manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder)
     if server_args.multi:
         manager.multi_http_worker_event_loop()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
+from operator import attrgetter
 
 from multitok.detokenizer.incremental import DecodeState, TextDecoder
 from multitok.detokenizer.stop_strings import StopMatcher
@@ -16,6 +18,7 @@ from multitok.messages.to_tokenizer import BatchStrOutput
 
 _log = logging.getLogger(__name__)
 _PASSED_ON = TokenOutput.__struct_fields__
+_passed_on = attrgetter(*_PASSED_ON)
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
@@ -71,6 +74,8 @@ class DetokenizerStep:
     def __init__(self, decoder: TextDecoder) -> None:
         self._decoder = decoder
         self._requests: dict[int, _Request] = {}
+        # Those that are streamed and have no stop strings: a step does no more for them than push an id each.
+        self._plain: dict[int, Callable[[int], str]] = {}
         # Requests that a stop string has ended here, until the scheduler's last word on them.
         self._tombstones: set[int] = set()
 
@@ -92,6 +97,8 @@ class DetokenizerStep:
             Text for the owners; None when there is nothing to tell them.
         """
         ids = array("i", batch.output_ids)
+        if (output := self._step_plain(batch, ids)) is not None:
+            return output
         lengths = batch.output_lengths
         ends = None if lengths is None else list(accumulate(lengths))
         decode_params, finished = batch.decode_params, batch.finished_reasons
@@ -101,7 +108,7 @@ class DetokenizerStep:
         changed: list[BatchStrOutput] = []
         for i, number in enumerate(batch.numbers):
             if decode_params is not None and (params := decode_params[i]) is not None:
-                requests[number] = _Request(self._decoder, params)
+                self._begin(number, params)
             finish = None if finished is None else finished[i]
             request = requests.get(number)
             if request is None:
@@ -131,13 +138,36 @@ class DetokenizerStep:
                 texts.append(text)
                 kept.append(i)
                 if finish is not None:
-                    del requests[number]
+                    self._remove(number)
             elif finish is None:
                 _hold(request, batch, i, row_ids, text)
             else:
                 changed.append(_joined(request, _with_text(handle_output_by_index(batch, i), [text])))
-                del requests[number]
+                self._remove(number)
         return self._assemble(batch, texts, kept, changed)
+
+    def _step_plain(self, batch: BatchTokenIDOutput, ids: array[int]) -> BatchStrOutput | None:
+        """Decode a batch of one id each for requests that go on; None when it is not just that."""
+        if not (batch.decode_params is None and batch.finished_reasons is None and batch.output_lengths is None):
+            return None
+        try:
+            pushes = [self._plain[number] for number in batch.numbers]
+        except KeyError:
+            return None
+        if not pushes or min(ids) < 0 or max(ids) >= self._decoder.size:
+            return None
+        return _with_text(batch, [push(i) for push, i in zip(pushes, ids, strict=True)])
+
+    def _begin(self, number: int, params: DecodeParams) -> None:
+        request = self._requests[number] = _Request(self._decoder, params)
+        if request.stream and request.stops is None:
+            self._plain[number] = request.decode.push
+        else:
+            self._plain.pop(number, None)
+
+    def _remove(self, number: int) -> None:
+        del self._requests[number]
+        self._plain.pop(number, None)
 
     def _assemble(
         self, batch: BatchTokenIDOutput, texts: list[str], kept: list[int], changed: list[BatchStrOutput]
@@ -172,13 +202,13 @@ class DetokenizerStep:
         return _joined(request, row)
 
     def _forget(self, number: int, finish: FinishReason | None) -> None:
-        del self._requests[number]
+        self._remove(number)
         if finish is None:
             self._tombstones.add(number)
 
 
 def _with_text(batch: BatchTokenIDOutput, texts: list[str]) -> BatchStrOutput:
-    return BatchStrOutput(output_strs=texts, **{name: getattr(batch, name) for name in _PASSED_ON})
+    return BatchStrOutput(output_strs=texts, **dict(zip(_PASSED_ON, _passed_on(batch), strict=True)))
 
 
 def _cut(row: BatchStrOutput, length: int | None, finish: FinishReason) -> BatchStrOutput:

@@ -238,6 +238,16 @@ class HttpExchange:
             frame = self._stream_head() + frame
         self.transport.write(frame)
 
+    def write_delta(self, before: bytes, delta: bytes, after: bytes) -> None:
+        """Send one event of a stream that has begun, in three parts."""
+        if self.disconnected:
+            return
+        if self.chunked:
+            size = len(before) + len(delta) + len(after)
+            self.transport.write(b"%x\r\n%b%b%b\r\n" % (size, before, delta, after))
+        else:
+            self.transport.write(before + delta + after)
+
     def end_events(self, data: bytes) -> None:
         """Send the last events of a stream, and its end."""
         if self.disconnected or self.response_complete:

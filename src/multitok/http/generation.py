@@ -10,6 +10,7 @@ from typing import Protocol
 from multitok.http.choice import ChoiceBuffer, UsageCounter
 from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
+from multitok.http.sse import encode_json
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
 
 # What a client that does not read may have waiting, beside the connection's own buffer.
@@ -33,6 +34,10 @@ class Writer(Protocol):
 
     def event(self, output: GenerateOutput) -> bytes:
         """Event of one output; empty when it has no news for the client."""
+        ...
+
+    def delta_frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and after the JSON of a choice's new text, when that is all that an event carries."""
         ...
 
     def last(self, usage: UsageCounter) -> bytes:
@@ -59,7 +64,7 @@ class StreamSink:
         Choices per prompt.
     """
 
-    __slots__ = ("_error", "_events", "_exchange", "_held", "_open", "_pending", "_usage", "_writer")
+    __slots__ = ("_error", "_events", "_exchange", "_frame", "_held", "_open", "_pending", "_usage", "_writer")
 
     def __init__(self, exchange: HttpExchange, writer: Writer, prompts: int, n: int) -> None:
         self._exchange = exchange
@@ -70,6 +75,15 @@ class StreamSink:
         self._pending: dict[int, ChoiceBuffer] = {}
         self._held = 0
         self._error: RequestError | None = None
+        self._frame = writer.delta_frame(0) if prompts * n == 1 else None
+
+    def write_delta(self, text: str) -> bool:
+        """Write an event of text alone to a stream that has begun and can take it."""
+        exchange = self._exchange
+        if self._frame is None or exchange.flow.write_paused or not exchange.response_started:
+            return False
+        exchange.write_delta(self._frame[0], encode_json(text), self._frame[1])
+        return True
 
     def on_output(self, output: GenerateOutput) -> None:
         """Make the event of one output, or merge it with what waits already."""
@@ -159,6 +173,10 @@ class CollectSink:
         self._open = prompts * n
         self._choices = [ChoiceBuffer(i) for i in range(prompts * n)]
         self._usage = UsageCounter(n)
+
+    def write_delta(self, text: str) -> bool:
+        """Take nothing this way: there is one answer, at the end."""
+        return False
 
     def on_output(self, output: GenerateOutput) -> None:
         """Merge one output."""

@@ -46,4 +46,8 @@ class Fork(msgspec.Struct, array_like=True, tag=6, gc=False):
     life: int
 
 
+class LauncherExited(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """From a child to itself: the channel has ended."""
+
+
 ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork

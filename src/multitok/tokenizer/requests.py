@@ -134,6 +134,16 @@ class EmbeddingOutput(msgspec.Struct, gc=False):
 class GenerateSink(Protocol):
     """Receives one call's results, in the event loop's thread."""
 
+    def write_delta(self, text: str) -> bool:
+        """Take text and nothing else of the only choice: the short way for what most steps bring.
+
+        Returns
+        -------
+        bool
+            False when it can't go out by itself; then the whole output comes by `on_output`.
+        """
+        ...
+
     def on_output(self, output: GenerateOutput) -> None:
         """Take news of one choice."""
         ...

@@ -30,6 +30,10 @@ class _Probe:
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def write_delta(self, text: str) -> bool:
+        """Take nothing this way."""
+        return False
+
     def on_output(self, output: GenerateOutput | EmbeddingOutput) -> None:
         if not self.done.done():
             self.done.set_result(None)

@@ -213,6 +213,10 @@ class NativeWriter:
         """Nothing comes before the first delta."""
         return b""
 
+    def delta_frame(self, index: int) -> None:
+        """Every event carries ids too."""
+        return
+
     def event(self, output: GenerateOutput) -> bytes:
         """Event of one delta."""
         if not output.text and not output.output_ids and output.finish is None:

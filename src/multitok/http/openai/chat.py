@@ -187,6 +187,10 @@ class ChatWriter:
             chunks[0] = chunks[0].replace(b',"choices":[', b',"prompt_token_ids":%b,"choices":[' % ids, 1)
         return b"".join(chunks)
 
+    def delta_frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """Frame of a delta of text."""
+        return None if self._detailed else (self._prefixes[index], self._suffix)
+
     def event(self, output: GenerateOutput) -> bytes:
         """Chunk of one delta."""
         text = output.text

@@ -160,17 +160,24 @@ class CompletionWriter:
         """Nothing comes before the first delta."""
         return b""
 
+    def delta_frame(self, index: int) -> tuple[bytes, bytes] | None:
+        """Frame of a delta of text."""
+        return None if self._detailed or self.echo else (self._prefix(index), self._suffix)
+
     def event(self, output: GenerateOutput) -> bytes:
         """Chunk of one delta."""
         index, text = output.index, output.text
         if output.finish is None and not self._detailed:
             if not text:
                 return b""
-            prefix = self._prefixes.get(index)
-            if prefix is None:
-                prefix = self._prefixes[index] = b'%b{"index":%d,"text":' % (self._head, index)
-            return prefix + encode_json(text) + self._suffix
+            return self._prefix(index) + encode_json(text) + self._suffix
         return self._head + encode_json(self._choice(output)) + self._tail
+
+    def _prefix(self, index: int) -> bytes:
+        prefix = self._prefixes.get(index)
+        if prefix is None:
+            prefix = self._prefixes[index] = b'%b{"index":%d,"text":' % (self._head, index)
+        return prefix
 
     def last(self, usage: UsageCounter) -> bytes:
         """Usage chunk, where asked for, and the end."""
