@@ -41,7 +41,8 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 1
     data_parallel_size: Annotated[int, Meta(ge=1, le=64, description="schedulers, each with its own engine")] = 1
     disaggregation_mode: Annotated[
-        Literal["null", "prefill", "decode"], Meta(description="role of the engine in prefill/decode disaggregation")
+        Literal["null", "prefill", "decode"],
+        Meta(description="role in a prefill/decode split, shown in /server_info; no engine here takes part yet"),
     ] = "null"
     context_length: Annotated[
         PositiveInt | None, Meta(description="most prompt plus output ids; default: the model's")

@@ -233,8 +233,6 @@ def test_the_end_of_a_request_that_nobody_waits_for_is_acknowledged(in_loop):
     [
         (FinishReason("error", None, 500, "the engine failed"), (500, "the engine failed"), AbortReq),
         (FinishReason("error", None, 507, "no memory"), (507, "no memory"), AbortReq),
-        (FinishReason("abort"), (503, "the request was aborted"), None),
-        (FinishReason("abort", None, None, "by the operator"), (503, "by the operator"), None),
     ],
 )
 def test_an_end_that_is_no_answer_is_an_error_of_the_call(in_loop, finish, error, said):
@@ -245,9 +243,22 @@ def test_an_end_that_is_no_answer_is_an_error_of_the_call(in_loop, finish, error
         assert sink.errors == [error]
         assert sink.heard[-1].status == error[0]
         assert len(owner.manager.results) == 0
-        if said is not None:
-            assert await owner.sent_one() == said(number=number, http_worker_ipc="w1.1")
-        # Of an abort the scheduler keeps nothing, so nothing is said.
+        assert await owner.sent_one() == said(number=number, http_worker_ipc="w1.1")
+
+    in_loop(test)
+
+
+def test_an_abort_by_somebody_else_is_an_end_with_what_came_so_far(in_loop):
+    async def test(owner):
+        number, call, sink = await owner.start_one()
+        owner.deliver(text_rows((number, "a", 0, None)), text_rows((number, "b", 1, FinishReason("abort"))))
+        await until(lambda: call.ended)
+        assert sink.text == "ab"
+        assert sink.outputs[-1].finish == FinishReason("abort")
+        assert sink.outputs[-1].completion_tokens == 2
+        assert not sink.errors
+        assert len(owner.manager.results) == 0
+        # The scheduler keeps nothing of it, so nothing is said.
         owner.submit("mark", request_id="mark")
         assert (await owner.sent_one()).rid == "mark"
 

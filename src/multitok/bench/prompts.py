@@ -98,7 +98,9 @@ class PromptMaker:
         source = self._text
         room = self._counter.count(front) if front else 0
         if tokens <= room:
-            raise BenchError(f"a prompt of {tokens} tokens has no room for the number that makes it unique ({room})")
+            raise BenchError(
+                f"the prompt is too short: the number that makes it unique takes {room} tokens; ask for more tokens"
+            )
         start = source.index(" ", self._random.randrange(len(source) // 2)) + 1
         size = int((tokens - room) * _CHARS_PER_TOKEN)
         while len(source) - start < size * 2:

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         server_args = server_args_of(options)
     except msgspec.ValidationError as error:
-        parser.error(str(error).replace("$.", "--").replace("_", "-"))
+        parser.error(_in_options(str(error)))
     configure_logger(server_args.log_level, "launcher")
     try:
         files = _resolve(server_args)
@@ -45,6 +45,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         _log.error("%s", error)
         return 2
     return Launcher(server_args, files).run()
+
+
+def _in_options(problem: str) -> str:
+    """Say what msgspec says of a field (``Expected `int` <= 65535 - at `$.port```) of its option."""
+    what, _, where = problem.replace("`", "").partition(" - at $.")
+    return f"--{where.replace('_', '-')}: {what[:1].lower()}{what[1:]}" if where else problem
 
 
 def _resolve(server_args: ServerArgs) -> ModelFiles:

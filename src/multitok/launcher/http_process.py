@@ -117,21 +117,22 @@ async def _serve(
     channel.send(Ready())
     while not (order is None or isinstance(order, Drain | Stop)):
         order = await orders.next()
-    if not isinstance(order, Stop):
-        timeout = order.timeout if isinstance(order, Drain) else server_args.drain_timeout
-        drain = asyncio.ensure_future(server.drain(timeout))
-        stopped = asyncio.ensure_future(_wait_for_stop(orders))
-        await asyncio.wait([drain, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if drain.done():
-            channel.send(Drained(*drain.result()))
-        elif (error := stopped.exception()) is not None:
-            raise error
+    # At a stop clients are told, too: it is a drain without time.
+    timeout = 0.0 if isinstance(order, Stop) else order.timeout if order else server_args.drain_timeout
+    drain = asyncio.ensure_future(server.drain(timeout))
+    hurry = asyncio.ensure_future(_hurry_on_stop(orders, server))
+    await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
+    if hurry.done():
+        await hurry
+    channel.send(Drained(*drain.result()))
+    hurry.cancel()
     manager.close()
 
 
-async def _wait_for_stop(orders: _Orders) -> None:
-    while not isinstance(await orders.next(), Stop):
-        pass
+async def _hurry_on_stop(orders: _Orders, server: HttpServer) -> None:
+    while True:
+        if isinstance(await orders.next(), Stop):
+            server.hurry()
 
 
 def _make_manager(

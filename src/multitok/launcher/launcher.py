@@ -103,7 +103,9 @@ class Launcher:
             try:
                 self.wait_until_ready()
             except StartError as error:
-                if not self._received:
+                if self._received:
+                    _log.info("%s: stopped while starting", self._received[0].name)
+                else:
                     _log.error("%s", error)
                     self._status = error.status
                 # One that is loading hears nothing until it is done, and has nothing to lose.

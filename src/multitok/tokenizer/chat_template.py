@@ -198,7 +198,8 @@ class ChatTemplate:
     def _prepare(self, message: Message) -> Message:
         # Templates handle a key that is absent, but print "None" for one that is null.
         prepared = {key: value for key, value in message.items() if value is not None}
-        content = prepared.get("content")
+        # An assistant's message that only calls tools has none; templates add it to text all the same.
+        content = prepared.setdefault("content", "")
         if isinstance(content, list):
             texts = [_part_text(part) for part in content]
             if self.content_format == "string":
@@ -224,7 +225,7 @@ def _open_final_message(messages: list[Message]) -> str:
     """Mark the end of the last message's text; returns that text."""
     final = messages[-1] if messages else {}
     content = final.get("content")
-    if isinstance(content, str):
+    if isinstance(content, str) and content:
         final["content"] = content + _TAG
         return content
     if isinstance(content, list) and content:

@@ -127,6 +127,7 @@ class TokenizerManager:
         self.disaggregation_mode = server_args.disaggregation_mode
         self.engine_info = engine_info
         self.served_model_name = server_args.served_model_name or files.name
+        self._model_path = files.model_path
         self.created = int(time.time())
         self.context_length = engine_info.context_length
         self.chat_template = text_tools.chat_template
@@ -167,6 +168,7 @@ class TokenizerManager:
         """Return what /server_info says."""
         return {
             "model": self.served_model_name,
+            "model_path": self._model_path,
             "engine": msgspec.to_builtins(self.engine_info),
             "server_args": msgspec.to_builtins(self.server_args),
             "chat_template": self.chat_template is not None,

@@ -101,8 +101,7 @@ class GenerateOutput(msgspec.Struct, gc=False):
     output_ids : bytes
         New ids, packed int32.
     finish : FinishReason or None
-        Set in the last output of a choice, with the counts below. ``error`` and ``abort`` never come here: `on_error`
-        gets them.
+        Set in the last output of a choice, with the counts below. ``error`` never comes here: `on_error` gets it.
     prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens : int
         Totals; `completion_tokens` is always set, the others in the last output.
     logprobs : list of float or None

@@ -179,7 +179,7 @@ class ResultReceiver:
                 _add_extras(output, extras, i)
             if finish is not None:
                 self._finish(request, number, finish)
-                if finish.type in ("error", "abort"):
+                if finish.type == "error":
                     call.fail(_error_of(finish))
                     continue
                 output.prompt_tokens = request.prompt_tokens
@@ -296,5 +296,6 @@ def _add_extras(output: GenerateOutput, extras: OutputExtras, i: int) -> None:
 
 def _error_of(finish: FinishReason) -> RequestError:
     if finish.type == "abort":
-        return RequestError(503, finish.message or "the request was aborted")
+        # Not a status that clients try again by themselves.
+        return RequestError(400, finish.message or "the request was aborted")
     return RequestError(finish.status or 500, finish.message or "the engine failed")

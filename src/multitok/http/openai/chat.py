@@ -63,7 +63,7 @@ class ChatRoute(BodyRoute):
         """Decode and check the body; see `BodyRoute`."""
         manager = self._manager
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.request_id, "chatcmpl-")
+        request_id = set_request_id(exchange, body.rid if body.request_id is None else body.request_id, "chatcmpl-")
         check_model(body.model, manager)
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)

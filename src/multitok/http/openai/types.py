@@ -101,8 +101,17 @@ class OpenAIFields(SamplingFields, kw_only=True):
     user: str | None = None
     return_token_ids: bool | None = None
     request_id: str | None = None
+    rid: str | None = None
     priority: int | None = None
 
+    # They keep requests apart, or carry state between engines: not to be ignored.
+    cache_salt: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    bootstrap_host: Unsupported = None
+    bootstrap_port: Unsupported = None
+    bootstrap_room: Unsupported = None
+    verbosity: Unsupported = None
+    service_tier: Annotated[Any, Neutral("auto", "default")] = None
     guided_json: Unsupported = None
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None
