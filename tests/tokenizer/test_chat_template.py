@@ -250,3 +250,13 @@ json_values = st.recursive(
 def test_any_json_renders_or_is_refused_as_a_client_error(smollm2, messages):
     with contextlib.suppress(ChatTemplateError):
         assert isinstance(smollm2.render(messages), str)
+
+
+def test_a_message_that_only_calls_tools_has_empty_content(smollm2):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "r"},
+    ]
+    assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\nr<|im_end|>" in smollm2.render(messages)
