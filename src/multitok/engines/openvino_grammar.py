@@ -39,7 +39,7 @@ class GrammarGate:
     """
 
     def __init__(self, model_path: str, vocab_size: int) -> None:
-        self._command = [sys.executable, "-m", "multitok.engines.grammar_compiler", model_path, str(vocab_size)]
+        self._command = [sys.executable, "-P", "-m", "multitok.engines.grammar_compiler", model_path, str(vocab_size)]
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._received = b""

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from multitok.http.exchange import HttpExchange
+from multitok.http.manager import Manager
 
 # Measured: decoding, checking and rendering take about 6 ms per MB.
 LARGE_BODY = 512 * 1024
@@ -15,7 +16,19 @@ Start = Callable[[], None]
 
 
 class BodyRoute(ABC):
-    """A route that reads its body, and then starts the work that the body asks for."""
+    """A route that reads its body, and then starts the work that the body asks for.
+
+    Parameters
+    ----------
+    manager : Manager
+        Does the work.
+    max_prompts : int
+        Most prompts, and most choices, of one request.
+    """
+
+    def __init__(self, manager: Manager, max_prompts: int) -> None:
+        self._manager = manager
+        self._max_prompts = max_prompts
 
     def __call__(self, exchange: HttpExchange) -> None:
         """Serve one request; a large body is read in a thread, and other requests go on meanwhile."""

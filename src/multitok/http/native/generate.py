@@ -111,19 +111,7 @@ def _grammar(sampling: NativeSampling, info: EngineInfo) -> Grammar | None:
 
 
 class GenerateRoute(BodyRoute):
-    """Serves native generation.
-
-    Parameters
-    ----------
-    manager : Manager
-        Does the work.
-    max_prompts : int
-        Most prompts, and most choices, of one request.
-    """
-
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
-        self._manager = manager
-        self._max_prompts = max_prompts
+    """Serves native generation."""
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""

@@ -45,19 +45,7 @@ _TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "continue_final_mess
 
 
 class ChatRoute(BodyRoute):
-    """Serves chat completions.
-
-    Parameters
-    ----------
-    manager : Manager
-        Does the work.
-    max_prompts : int
-        Most choices of one request.
-    """
-
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
-        self._manager = manager
-        self._max_prompts = max_prompts
+    """Serves chat completions."""
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""

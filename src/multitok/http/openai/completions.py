@@ -45,19 +45,7 @@ _UNSUPPORTED = unsupported_fields(CompletionRequest)
 
 
 class CompletionRoute(BodyRoute):
-    """Serves completions.
-
-    Parameters
-    ----------
-    manager : Manager
-        Does the work.
-    max_prompts : int
-        Most prompts, and most choices, of one request.
-    """
-
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
-        self._manager = manager
-        self._max_prompts = max_prompts
+    """Serves completions."""
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""

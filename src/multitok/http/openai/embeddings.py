@@ -11,7 +11,6 @@ from multitok.http.body_route import BodyRoute, Start
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
-from multitok.http.manager import Manager
 from multitok.http.openai.common import check_model, check_priority, check_task, set_request_id
 from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.types import EmbeddingRequest, refuse_unsupported, unsupported_fields
@@ -23,19 +22,7 @@ _UNSUPPORTED = unsupported_fields(EmbeddingRequest)
 
 
 class EmbeddingRoute(BodyRoute):
-    """Serves embeddings.
-
-    Parameters
-    ----------
-    manager : Manager
-        Does the work.
-    max_prompts : int
-        Most inputs of one request.
-    """
-
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
-        self._manager = manager
-        self._max_prompts = max_prompts
+    """Serves embeddings."""
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""
