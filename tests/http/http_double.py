@@ -158,8 +158,8 @@ class DoubleManager:
                 asyncio.get_running_loop().call_soon(sink.on_output, EmbeddingOutput(i, row, tokens))
         return submission
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
-        return pack(("\x01" if add_special_tokens else "") + text)
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
+        return [pack(("\x01" if add_special_tokens else "") + text) for text in texts]
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))

@@ -70,11 +70,11 @@ def test_one_who_left_and_came_again_waits_at_the_end():
     assert len(queue) == 0
 
 
-def test_the_requests_of_an_owner_are_known():
+def test_the_requests_that_wait_are_known():
     queue = queue_of(request(1), request(2, owner="w2.1"), request(3))
-    assert queue.numbers() == [1, 2, 3]
-    assert queue.numbers("w1.1") == [1, 3]
-    assert queue.numbers("w3.1") == []
+    assert [waiting.number for waiting in queue] == [1, 2, 3]
+    queue.remove(2)
+    assert [waiting.number for waiting in queue] == [1, 3]
 
 
 def test_those_who_left_are_not_kept_in_memory():

@@ -131,13 +131,34 @@ def test_fork_server_is_replaced_and_workers_live_on() -> None:
             )
 
 
+@pytest.mark.parametrize("part", ["fork_server", "tokenizer_worker:1"])
+def test_replacement_that_is_killed_at_once_is_replaced_too(part: str) -> None:
+    with Server(*_SLOW, *workers(2)) as server:
+        name = f"multitok::{part}"
+        with server.connection_to(2) as other:
+            begun = _stream(server.openai_over(other), 300)
+            killed = {server.kill(part)}
+            for _ in range(2):
+                pid = eventually(lambda: {server.titles().get(name)} - killed - {None}, DEATH_S, "a replacement").pop()
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+            assert _rest(begun) == echo_text(PROMPT, 300)
+            if part == "fork_server":
+                server.kill("tokenizer_worker:1")
+            eventually(
+                lambda: other.get("/server_info").json()["processes"]["tokenizer_worker:1"]["life"] > 1,
+                DEATH_S,
+                "a worker that lives",
+            )
+
+
 def test_worker_that_dies_while_there_is_no_fork_server_is_replaced() -> None:
     with Server(*_SLOW, *workers(2)) as server:
         server.kill("fork_server")
         server.kill("tokenizer_worker:1")
         with server.connection_to(2) as other:
             eventually(
-                lambda: other.get("/server_info").json()["processes"]["tokenizer_worker:1"]["life"] == 2,
+                lambda: other.get("/server_info").json()["processes"]["tokenizer_worker:1"]["life"] > 1,
                 DEATH_S,
                 "a worker from the new fork server",
             )

@@ -5,14 +5,28 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeVar
 
+import msgspec
+from starlette.requests import Request
+
+from multitok.http.decode import decode_body
 from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
 
 # Measured: decoding, checking and rendering take about 6 ms per MB.
 LARGE_BODY = 512 * 1024
 
+T = TypeVar("T")
 Start = Callable[[], None]
+
+
+async def read_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
+    """Decode the body of an ASGI request, a large one in a thread; see `decode_body`."""
+    body = await request.body()
+    if len(body) <= LARGE_BODY:
+        return decode_body(decoder, body)
+    return await asyncio.get_running_loop().run_in_executor(None, decode_body, decoder, body)
 
 
 class BodyRoute(ABC):

@@ -98,7 +98,7 @@ def _find_bad_value(root: Any) -> tuple[str, str] | None:
         if isinstance(value, dict):
             for key, item in value.items():
                 if not _encodable(key):
-                    return path, "has a key with a lone surrogate, which is not valid Unicode"
+                    return path or "the body", "has a key with a lone surrogate, which is not valid Unicode"
                 stack.append((f"{path}.{key}" if path else key, item))
         elif isinstance(value, list):
             stack.extend((f"{path}[{i}]", item) for i, item in enumerate(value))

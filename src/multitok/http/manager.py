@@ -64,12 +64,12 @@ class Manager(Protocol):
         """Start an embedding; may raise `RequestError`."""
         ...
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
-        """Packed int32 ids of a text."""
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
+        """Packed int32 ids of texts; may raise `RequestError`."""
         ...
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; a `ValueError` names ids that are none."""
+        """Text of ids, which have been checked."""
         ...
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:

@@ -83,9 +83,9 @@ class Launcher:
         self._engine_infos: dict[int, EngineInfo] = {}
         self._info_block: SharedBlock | None = None
         self._blocks: list[SharedBlock] = []
-        self._worker_deaths: list[float] = []
+        self._deaths: list[float] = []
         self._finished = self._cut = 0
-        self._stopping = self._draining = False
+        self._was_ready = self._stopping = self._draining = False
         self._status = 0
 
     # Life
@@ -155,6 +155,7 @@ class Launcher:
                 late = ", ".join([part_name(WORKER, i) for i in self._forking] + [c.name for c in self._late()])
                 raise StartError(f"not ready after {self._args.start_timeout:g} s: {late}")
         self._board.set_ready(True)
+        self._was_ready = True
         host, port = self._http_socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info(
@@ -398,23 +399,23 @@ class Launcher:
             return
         if child.failure is not None:
             self._fail(f"{child.name}: {child.failure[0]}", child.failure[1])
-        elif child.role == WORKER and child.ready:
-            self.keep_worker_alive(child, ending)
-        elif child.role == FORK_SERVER and child.ready:
-            self._forget_forks()
-            _log.warning("%s (pid %d) %s; starting its life %d", child.name, child.pid, ending, child.life + 1)
-            self._start(FORK_SERVER, 0, child.life + 1, [])
+        elif child.role in (WORKER, FORK_SERVER) and (child.ready or self._was_ready):
+            self.keep_alive(child, ending)
         else:
             self._fail(f"{child.name} (pid {child.pid}) {ending}", 1)
 
-    def keep_worker_alive(self, dead: ChildProcess, ending: str) -> None:
-        """Start the next life of an HTTP worker, unless workers keep dying."""
+    def keep_alive(self, dead: ChildProcess, ending: str) -> None:
+        """Start the next life of an HTTP worker or of the fork server, unless they keep dying."""
         now = time.monotonic()
-        self._worker_deaths = [t for t in self._worker_deaths if now - t < _CRASH_WINDOW_S] + [now]
-        if len(self._worker_deaths) > _CRASH_LIMIT * self._args.tokenizer_worker_num:
+        self._deaths = [t for t in self._deaths if now - t < _CRASH_WINDOW_S] + [now]
+        if len(self._deaths) > _CRASH_LIMIT * self._args.tokenizer_worker_num:
             return self._fail(f"HTTP workers keep dying; the last, {dead.name}, {ending}", 1)
         _log.warning("%s (pid %d) %s; starting its life %d", dead.name, dead.pid, ending, dead.life + 1)
-        self._fork_worker(dead.index, dead.life + 1)
+        if dead.role == WORKER:
+            self._fork_worker(dead.index, dead.life + 1)
+        else:
+            self._forget_forks()
+            self._start(FORK_SERVER, 0, dead.life + 1, [])
 
     def _remove_address(self, address: str) -> None:
         try:

@@ -93,6 +93,8 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     ----------
     rid : str or None
         The user's id.
+    group : str or None
+        The id of the call that it is a part of, where that has several.
     input_ids : bytes
         Prompt, packed int32 in native order.
     sampling_params : SamplingParams
@@ -108,6 +110,7 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     """
 
     rid: str | None = None
+    group: str | None = None
     input_ids: bytes
     sampling_params: SamplingParams
     decode_params: DecodeParams = DecodeParams()
@@ -120,6 +123,7 @@ class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
     """A tokenized request for one embedding; attributes as in `TokenizedGenerateReqInput`."""
 
     rid: str | None = None
+    group: str | None = None
     input_ids: bytes
     detokenizer: int = 0
     model: int = 0
@@ -127,7 +131,7 @@ class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
 
 
 class AbortReq(BaseReq, tag=3, kw_only=True):
-    """End requests: the one that `number` names, those with the user's id `rid`, or all.
+    """End requests: the one that `number` names, those with the user's id `rid` (their own or their call's), or all.
 
     An abort by number also acknowledges the end of a request that has already finished.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from multitok.scheduler.request import ScheduledRequest
 
@@ -21,9 +22,9 @@ class WaitingQueue:
     def __contains__(self, number: int) -> bool:
         return number in self._waiting
 
-    def numbers(self, owner: str | None = None) -> list[int]:
-        """Return the requests that wait, those of one owner or all."""
-        return [number for number, request in self._waiting.items() if owner is None or request.owner == owner]
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        """Go through the requests that wait, in order of arrival."""
+        return iter(self._waiting.values())
 
     def push(self, request: ScheduledRequest) -> None:
         """Add a request."""

@@ -233,17 +233,11 @@ class Scheduler:
     # Ends
 
     def _abort(self, message: AbortReq) -> None:
+        known = [*self._running.values(), *self._waiting]
         if message.abort_all:
-            self._end_aborted([*self._running, *self._waiting.numbers()])
+            self._end_aborted([request.number for request in known])
         elif message.rid is not None:
-            prefix = message.rid + "-"
-            self._end_aborted(
-                [
-                    number
-                    for rid, number in self._numbers_by_rid.items()
-                    if rid == message.rid or (rid.startswith(prefix) and rid[len(prefix) :].isdigit())
-                ]
-            )
+            self._end_aborted([r.number for r in known if message.rid in (r.message.rid, r.message.group)])
         else:
             self._unacknowledged.pop(message.number, None)
             self._end_aborted([message.number])
@@ -268,7 +262,7 @@ class Scheduler:
 
     def _forget_owner(self, address: str) -> None:
         self._dead_owners.add(address)
-        self._end_aborted([n for n, r in self._running.items() if r.owner == address] + self._waiting.numbers(address))
+        self._end_aborted([r.number for r in [*self._running.values(), *self._waiting] if r.owner == address])
         for number in [n for n, r in self._unacknowledged.items() if r.owner == address]:
             del self._unacknowledged[number]
         self._mapping.drop(address)

@@ -141,9 +141,9 @@ class ChatTemplate:
 
     @staticmethod
     def _render_fast(fast: FastTemplate, variables: dict[str, Any]) -> str | None:
-        if not all(value is None or is_plain(value) for value in variables.values()):
-            return None
         try:
+            if not all(value is None or is_plain(value) for value in variables.values()):
+                return None
             return fast.render(variables)
         except Exception as error:  # refusals of the template are among them: the reference says them in its words
             logger.debug("minijinja doesn't render these messages: %s", error)

@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 # Enough ids for whatever a decoder's text depends on: an open character, a run of byte tokens, the first space.
 _TAIL_IDS = 16
+# For what no context bounds: a second for one endless word, the worst case.
+_MOST_CHARACTERS = 1 << 20
 _NO_ROOM = "the server does not take requests at the moment; try again later"
 
 
@@ -150,6 +152,8 @@ class TokenizerManager:
             detokenize_step,
         )
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        # /tokenize and /detokenize, however long they take, don't keep a prompt waiting.
+        self._side_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="side")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # Life
@@ -162,7 +166,8 @@ class TokenizerManager:
     def close(self) -> None:
         """Stop receiving; what has not been acknowledged or aborted is said first."""
         self.results.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._side_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def server_info(self) -> dict[str, object]:
         """Return what /server_info says."""
@@ -229,26 +234,28 @@ class TokenizerManager:
         except zmq.Again as error:
             raise RequestError(503, _NO_ROOM) from error
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> bytes:
-        """Return the packed int32 ids of a text."""
-        if len(text) <= self._backend.inline_characters:
-            return self._backend.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._backend.encode, text, add_special_tokens)
-
-    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids.
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
+        """Return the packed int32 ids of texts.
 
         Raises
         ------
-        ValueError
-            Some are outside the vocabulary.
+        RequestError
+            400: they are too long.
         """
-        check_ids(ids, self.engine_info.vocab_size)
+        size = sum(map(len, texts))
+        if size <= self._backend.inline_characters:
+            return [self._backend.encode(text, add_special_tokens) for text in texts]
+        if size > _MOST_CHARACTERS:
+            raise RequestError(400, f"{size} characters are more than the limit of {_MOST_CHARACTERS}", "prompt")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._side_thread, self._backend.encode_batch, texts, add_special_tokens)
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of ids, which the caller has checked against the vocabulary."""
         # Always in the thread: the reference tokenizer may have to be loaded for it.
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
-            self._threads, lambda: self._text_tools.decode(ids, skip_special_tokens=skip_special_tokens)
+            self._side_thread, lambda: self._text_tools.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
     # Inside
@@ -268,6 +275,8 @@ class TokenizerManager:
     ) -> None:
         """Get the ids of all prompts and go on with `then`: at once, or from the loop when it takes longer."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if isinstance(call, EmbeddingCall) and any(len(text) > _MOST_CHARACTERS for text in texts):
+            raise RequestError(400, f"an input has more than {_MOST_CHARACTERS} characters", "input")
         longest = None if isinstance(call, EmbeddingCall) and call.request.truncate else self.context_length
         if not load_decoder and sum(map(len, texts)) <= self._backend.inline_characters:
             check_texts(texts, longest, self._backend)
@@ -322,6 +331,7 @@ class TokenizerManager:
                     TokenizedGenerateReqInput(
                         number=self._numbers.next(),
                         rid=self._sub_id(request.request_id, len(children), several),
+                        group=request.request_id if several else None,
                         input_ids=ids,
                         sampling_params=seeded,
                         decode_params=decode_params,
@@ -341,6 +351,7 @@ class TokenizerManager:
             TokenizedEmbeddingReqInput(
                 number=self._numbers.next(),
                 rid=self._sub_id(request.request_id, i, len(prompt_ids) > 1),
+                group=request.request_id if len(prompt_ids) > 1 else None,
                 input_ids=ids,
                 detokenizer=self._next_detokenizer(),
                 priority=request.priority,

@@ -8,12 +8,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from multitok.http.decode import decode_body
+from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
 from multitok.http.manager import Manager
 from multitok.http.openai.common import check_model
 from multitok.http.openai.prompts import pack_ids, unpack_ids
 from multitok.http.respond import json_response
+
+# Their text takes a few tenths of a second, in a thread.
+MOST_IDS = 1 << 20
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -58,25 +61,24 @@ class TokenRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Serve ``/tokenize``: ids of a text, or of each text of a list."""
         manager = self._manager
-        body = decode_body(_tokenize_decoder, await request.body())
+        body = await read_body(_tokenize_decoder, request)
         check_model(body.model, manager)
         specials = body.add_special_tokens is not False
         tokens: list[int] | list[list[int]]
         count: int | list[int]
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        self._check_count("prompt", texts)
+        rows = [unpack_ids(ids) for ids in await manager.tokenize(texts, specials)]
         if isinstance(body.prompt, str):
-            tokens = unpack_ids(await manager.tokenize(body.prompt, specials))
-            count = len(tokens)
+            tokens, count = rows[0], len(rows[0])
         else:
-            self._check_count("prompt", body.prompt)
-            rows = await asyncio.gather(*(manager.tokenize(text, specials) for text in body.prompt))
-            tokens = [unpack_ids(row) for row in rows]
-            count = [len(row) for row in tokens]
+            tokens, count = rows, [len(row) for row in rows]
         return json_response({"tokens": tokens, "count": count, "max_model_len": manager.context_length})
 
     async def detokenize(self, request: Request) -> Response:
         """Serve ``/detokenize``: text of ids, or of each list of ids."""
         manager = self._manager
-        body = decode_body(_detokenize_decoder, await request.body())
+        body = await read_body(_detokenize_decoder, request)
         check_model(body.model, manager)
         skip = body.skip_special_tokens is not False
         flat = [item for item in body.tokens if isinstance(item, int)]
@@ -85,11 +87,11 @@ class TokenRoutes:
             raise invalid("tokens", "must not mix ids with lists of ids")
         self._check_count("tokens", rows)
         vocab_size = manager.engine_info.vocab_size
+        total = sum(map(len, rows)) + len(flat)
+        if total > MOST_IDS:
+            raise invalid("tokens", f"has {total} ids; at most {MOST_IDS} are allowed")
         for i, row in enumerate(rows or [flat]):
             if row:
                 pack_ids(row, vocab_size, f"tokens[{i}]" if rows else "tokens")
-        try:
-            texts = await asyncio.gather(*(manager.detokenize(row, skip) for row in rows or [flat]))
-        except ValueError as exc:
-            raise invalid("tokens", str(exc)) from None
+        texts = await asyncio.gather(*(manager.detokenize(row, skip) for row in rows or [flat]))
         return json_response({"text": texts if rows else texts[0]})
