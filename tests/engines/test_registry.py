@@ -56,14 +56,22 @@ def test_the_simulated_engine_plays_the_model():
 def test_a_context_above_the_models_or_unknown_is_refused():
     with pytest.raises(ValueError, match="above the model's 100"):
         create_engine("simulated", files=files(), options={}, context_length=101)
-    with pytest.raises(ValueError, match="don't say"):
-        create_engine("simulated", files=files(context_length=None), options={})
+    with pytest.raises(ValueError, match="--context-length"):
+        create_engine("openvino", files=files(context_length=None, model_path="model.gguf"), options={})
+    # A tokenizer alone doesn't say; what simulates a model needs no one to say it.
+    assert create_engine("simulated", files=files(context_length=None), options={}).info.context_length == 131072
     assert create_engine("simulated", files=files(context_length=None), options={}, context_length=9)
 
 
 def test_openvino_needs_a_model():
     with pytest.raises(ValueError, match="needs a model"):
         create_engine("openvino", files=files(), options={})
+
+
+def test_a_folder_of_other_weights_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="optimum-cli export openvino"):
+        create_engine("openvino", files=files(model_path=str(tmp_path)), options={})
 
 
 @pytest.mark.real_engine

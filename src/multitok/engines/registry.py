@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multitok.engines.base import Engine
@@ -84,6 +85,12 @@ def create_engine(
     if length is None:
         raise ValueError("the model's files don't say how long a context may be; give --context-length")
     if name == "openvino":
+        folder = Path(files.model_path)
+        if folder.is_dir() and not (folder / "openvino_model.xml").exists():
+            raise ValueError(
+                f"{folder} has no openvino_model.xml, and OpenVINO doesn't run other weights: export the model "
+                "with `optimum-cli export openvino --model FOLDER OUT`, or give a GGUF file"
+            )
         from multitok.engines.openvino_llm import OpenVINOEngine
 
         return OpenVINOEngine(
