@@ -158,8 +158,8 @@ class ResultReceiver:
             call = request.call
             assert isinstance(call, GenerateCall)
             row_ids = ids[start:end]
-            have = len(request.output_ids) // 4
-            if first != have and not self._continues(request, first, row_ids, finish):
+            have = len(request.output_ids)
+            if first * 4 != have and not self._continues(request, first, row_ids, finish):
                 continue
             # Delivered: from here on its recovery needs the ids, not the message.
             call.message = None
@@ -172,7 +172,7 @@ class ResultReceiver:
                 except Exception as error:
                     self._not_delivered(call, error)
                     continue
-            output = GenerateOutput(request.index, text, row_ids, finish, 0, have + len(row_ids) // 4)
+            output = GenerateOutput(request.index, text, row_ids, finish, 0, (have + len(row_ids)) // 4)
             if cached is not None:
                 request.cached_tokens = cached[i] or request.cached_tokens
             if extras is not None:
