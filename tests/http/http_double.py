@@ -103,6 +103,8 @@ class DoubleSubmission:
 
 
 class DoubleTemplate:
+    keeps_text = True
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -157,6 +159,10 @@ class DoubleManager:
                 tokens = len(submission.prompt_ids[i]) // 4
                 asyncio.get_running_loop().call_soon(sink.on_output, EmbeddingOutput(i, row, tokens))
         return submission
+
+    def check_text(self, text: str) -> None:
+        if len(text) > 1_000_000:
+            raise RequestError(400, "too long")
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
         return [pack(("\x01" if add_special_tokens else "") + text) for text in texts]

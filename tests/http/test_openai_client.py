@@ -187,3 +187,10 @@ def test_request_id(client: openai.OpenAI) -> None:
         model="double-model", messages=MESSAGES, extra_headers={"X-Request-Id": "mine-1"}
     )
     assert answer.id == answer._request_id == "mine-1"
+
+
+def test_a_text_that_no_prompt_can_hold_is_refused_before_it_is_rendered(client, server) -> None:
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        client.chat.completions.create(
+            model="double-model", messages=[{"role": "user", "content": "a" * 1_100_000}], extra_body={"fail": 1}
+        )

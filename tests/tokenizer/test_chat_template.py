@@ -260,3 +260,9 @@ def test_a_message_that_only_calls_tools_has_empty_content(smollm2):
         {"role": "tool", "content": "r"},
     ]
     assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\nr<|im_end|>" in smollm2.render(messages)
+
+
+def test_whether_a_template_keeps_the_text_is_probed(smollm2):
+    assert smollm2.keeps_text
+    assert not ChatTemplate("{{ messages[0].content | upper }}", None, None).keeps_text
+    assert not ChatTemplate("{{ raise_exception('no') }}", None, None).keeps_text

@@ -12,6 +12,11 @@ from multitok.tokenizer.requests import EmbeddingInput, EmbeddingSink, GenerateI
 class ChatTemplate(Protocol):
     """A model's chat template."""
 
+    @property
+    def keeps_text(self) -> bool:
+        """Whether the prompt holds the text of the last message."""
+        ...
+
     def render(
         self,
         messages: list[dict[str, Any]],
@@ -62,6 +67,10 @@ class Manager(Protocol):
 
     def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
         """Start an embedding; may raise `RequestError`."""
+        ...
+
+    def check_text(self, text: str) -> None:
+        """Refuse a text that no prompt can hold; raises `RequestError`."""
         ...
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:

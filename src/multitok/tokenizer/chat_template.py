@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
+_PROBE_TEXT = "the quick brown fox: 1, 2, 3"
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names that a request's chat_template_kwargs must not take from the template.
 _RESERVED = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "dict"})
@@ -74,6 +75,14 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
         self._fast = self._fast_template(source, environment) if fast else None
         self.engine: Literal["minijinja", "jinja2"] = "jinja2" if self._fast is None else "minijinja"
+
+    @functools.cached_property
+    def keeps_text(self) -> bool:
+        """Whether the prompt holds the text of a conversation's last message, as a probe shows."""
+        try:
+            return _PROBE_TEXT in self.render([{"role": "user", "content": _PROBE_TEXT}])
+        except ChatTemplateError:
+            return False
 
     def render(
         self,

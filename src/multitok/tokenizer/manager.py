@@ -234,6 +234,16 @@ class TokenizerManager:
         except zmq.Again as error:
             raise RequestError(503, _NO_ROOM) from error
 
+    def check_text(self, text: str) -> None:
+        """Refuse a text that can't fit into a prompt, without tokenizing it.
+
+        Raises
+        ------
+        RequestError
+            400.
+        """
+        check_texts([text], self.context_length, self._backend)
+
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
         """Return the packed int32 ids of texts.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from multitok.http.body_route import BodyRoute, Start
+from multitok.http.body_route import LARGE_BODY, BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
@@ -111,6 +111,10 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
     for name in arguments:
         if name in _TEMPLATE_ARGUMENTS:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request itself")
+    last = body.messages[-1].get("content")
+    if isinstance(last, str) and len(last) > LARGE_BODY and template.keeps_text:
+        # Rendering megabytes holds the interpreter's lock for longer than counting them.
+        manager.check_text(last.strip())
     try:
         return template.render(
             body.messages,
