@@ -83,7 +83,7 @@ class DetokenizerStep:
         """Return how many requests have state here."""
         return len(self._requests) + len(self._tombstones)
 
-    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:
+    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:  # noqa: PLR0912  (it runs per token)
         """Decode a batch.
 
         Parameters
@@ -102,7 +102,7 @@ class DetokenizerStep:
         lengths = batch.output_lengths
         ends = None if lengths is None else list(accumulate(lengths))
         decode_params, finished = batch.decode_params, batch.finished_reasons
-        requests = self._requests
+        requests, plain, size = self._requests, self._plain, self._decoder.size
         texts: list[str] = []
         kept: list[int] = []
         changed: list[BatchStrOutput] = []
@@ -110,6 +110,10 @@ class DetokenizerStep:
             if decode_params is not None and (params := decode_params[i]) is not None:
                 self._begin(number, params)
             finish = None if finished is None else finished[i]
+            if finish is None and lengths is None and number in plain and 0 <= ids[i] < size:
+                texts.append(plain[number](ids[i]))
+                kept.append(i)
+                continue
             request = requests.get(number)
             if request is None:
                 if (row := self._without_state(batch, i, finish)) is not None:

@@ -24,6 +24,7 @@ _ACK_BATCH = 64
 _ACK_DELAY_S = 0.5
 # Messages that are taken before others have their turn in the loop.
 _TURN = 256
+_PER_TOKEN = ("output_token_logprobs", "output_top_logprobs")
 _RETRY_DELAY_S = 0.05
 
 
@@ -141,9 +142,11 @@ class ResultReceiver:
                 self._finish(request, number, None)
                 request.call.fail(RequestError(500, "a part of the answer could not be decoded"))
 
-    def _handle_text(self, batch: BatchStrOutput) -> None:  # noqa: PLR0912  (it runs per token: calls would cost)
+    def _handle_text(self, batch: BatchStrOutput) -> None:  # noqa: PLR0912, PLR0915  (it runs per token)
         ids, lengths, finished = batch.output_ids, batch.output_lengths, batch.finished_reasons
         cached, extras, requests = batch.cached_tokens, batch.extras, self._requests
+        # Rare columns that say something of single tokens; those of a request's end come with its finish reason.
+        detailed = extras is not None and any(getattr(extras, name) is not None for name in _PER_TOKEN)
         touched: dict[int, GenerateCall] = {}
         end = 0
         rows = zip(batch.numbers, batch.first_indexes, batch.output_strs, strict=True)
@@ -165,7 +168,7 @@ class ResultReceiver:
             call.message = None
             request.output_ids += row_ids
             request.text_length += len(text)
-            if finish is None and extras is None and text and call.single:
+            if finish is None and text and call.single and not detailed:
                 try:
                     if call.sink.write_delta(text):
                         continue
