@@ -28,10 +28,6 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle} ({number(min(values), digits)} to {number(max(values), digits)})"
 
 
-def _milliseconds(runs: list[dict[str, Any]], name: str, part: str) -> str:
-    return spread([run["summary"][name][part] for run in runs if run["summary"][name]], 1)
-
-
 def figures(runs: list[dict[str, Any]]) -> dict[str, str]:
     """Return the figures of all runs of one workload on one server: median and range of each."""
     summaries = [run["summary"] for run in runs]

@@ -83,7 +83,7 @@ class DetokenizerStep:
         """Return how many requests have state here."""
         return len(self._requests) + len(self._tombstones)
 
-    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:  # noqa: PLR0912  (it runs per token)
+    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:
         """Decode a batch.
 
         Parameters
@@ -97,8 +97,6 @@ class DetokenizerStep:
             Text for the owners; None when there is nothing to tell them.
         """
         ids = array("i", batch.output_ids)
-        if (output := self._step_plain(batch, ids)) is not None:
-            return output
         lengths = batch.output_lengths
         ends = None if lengths is None else list(accumulate(lengths))
         decode_params, finished = batch.decode_params, batch.finished_reasons
@@ -149,18 +147,6 @@ class DetokenizerStep:
                 changed.append(_joined(request, _with_text(handle_output_by_index(batch, i), [text])))
                 self._remove(number)
         return self._assemble(batch, texts, kept, changed)
-
-    def _step_plain(self, batch: BatchTokenIDOutput, ids: array[int]) -> BatchStrOutput | None:
-        """Decode a batch of one id each for requests that go on; None when it is not just that."""
-        if not (batch.decode_params is None and batch.finished_reasons is None and batch.output_lengths is None):
-            return None
-        try:
-            pushes = [self._plain[number] for number in batch.numbers]
-        except KeyError:
-            return None
-        if not pushes or min(ids) < 0 or max(ids) >= self._decoder.size:
-            return None
-        return _with_text(batch, [push(i) for push, i in zip(pushes, ids, strict=True)])
 
     def _begin(self, number: int, params: DecodeParams) -> None:
         request = self._requests[number] = _Request(self._decoder, params)

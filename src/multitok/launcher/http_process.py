@@ -63,6 +63,7 @@ class _Orders:
 
     def __init__(self, channel: LauncherChannel) -> None:
         self._channel = channel
+        self._launcher_gone = False
         self._queue: asyncio.Queue[ToChild | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         loop.add_reader(channel.fileno(), self._on_readable)
@@ -76,15 +77,14 @@ class _Orders:
                 self._queue.put_nowait(message)
         except LauncherGone:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
-            self._queue.put_nowait(Stop())
-            self.launcher_gone = True
-
-    launcher_gone = False
+            self._launcher_gone = True
+            # Wakes whoever waits.
+            self._queue.put_nowait(None)
 
     async def next(self) -> ToChild | None:
         """Return the next order; None is a SIGTERM to this process."""
         message = await self._queue.get()
-        if self.launcher_gone:
+        if self._launcher_gone:
             raise LauncherGone
         return message
 
