@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
 
 
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +54,61 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_queued_requests: Annotated[
         int, Meta(ge=0, description="requests waiting for the engine, per rank; past it a client gets 503")
     ] = 2048
+    max_queued_tokens: Annotated[
+        PositiveInt | None,
+        Meta(description="prompt ids waiting for the engine, per rank; past it a client gets 503 (default: no limit)"),
+    ] = None
+    request_timeout: Annotated[
+        PositiveFloat | None, Meta(description="seconds that a request may take in all (default: no limit)")
+    ] = None
+    queue_timeout: Annotated[
+        PositiveFloat | None,
+        Meta(description="seconds that a request may wait for the engine; then 503 (default: no limit)"),
+    ] = None
+    max_requests_per_key: Annotated[
+        PositiveInt | None,
+        Meta(description="requests in flight per API key and rank; past it 429 (default: no limit)"),
+    ] = None
+    max_tokens_per_key: Annotated[
+        PositiveInt | None,
+        Meta(description="prompt ids plus token limits in flight per API key and rank; past it 429"),
+    ] = None
     max_body_bytes: Annotated[int, Meta(ge=1024, description="largest request body")] = 32 * 1024 * 1024
+    max_header_bytes: Annotated[int, Meta(ge=1024, description="largest request head: line and headers")] = 64 * 1024
     max_prompts: Annotated[int, Meta(ge=1, description="most prompts in one request, and most choices n")] = 2048
+    max_prompt_tokens: Annotated[
+        PositiveInt | None, Meta(description="most ids of one prompt; default: what the context has room for")
+    ] = None
+    max_stop_strings: Annotated[int, Meta(ge=0, description="most stop strings, and most stop ids")] = 64
+    max_logit_bias: Annotated[int, Meta(ge=0, description="most logit_bias entries")] = 1024
+    max_request_id_length: Annotated[int, Meta(ge=1, description="longest X-Request-Id or rid, characters")] = 256
     keep_alive_timeout: Annotated[int, Meta(ge=1, description="seconds an idle connection is kept")] = 75
+    receive_timeout: Annotated[
+        PositiveFloat, Meta(description="seconds that a request's head, and each further MB of its body, may take")
+    ] = 30.0
+    slow_client_timeout: Annotated[
+        PositiveFloat, Meta(description="seconds that a client may leave its stream unread before it is dropped")
+    ] = 30.0
+    api_key: Annotated[list[str], Meta(description="key that clients must show; repeatable")] = []
+    api_key_file: Annotated[str | None, Meta(description="file with such keys, one per line")] = None
+    admin_api_key: Annotated[
+        str | None, Meta(description="key for the control routes; default: those of --api-key")
+    ] = None
+    ssl_certfile: Annotated[str | None, Meta(description="TLS certificate chain, PEM; read anew on SIGHUP")] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="TLS private key, PEM")] = None
+    cors_origin: Annotated[
+        list[str], Meta(description="origin whose web pages may call the API, or *; repeatable (default: none)")
+    ] = []
+    resume_generation: Annotated[
+        bool,
+        Meta(description="go on with running requests after a scheduler's death, where that is exact"),
+    ] = False
+    hang_timeout: Annotated[
+        PositiveFloat, Meta(description="seconds of silence after which a process counts as dead and is replaced")
+    ] = 30.0
+    step_timeout: Annotated[
+        PositiveFloat, Meta(description="seconds that one engine step may take before the scheduler counts as dead")
+    ] = 300.0
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to finish after SIGTERM")
     ] = 30.0

@@ -21,7 +21,9 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help_text = description if default is None else f"{description} (default: {default})"
         options: dict[str, Any] = {"help": help_text.replace("%", "%%"), "default": argparse.SUPPRESS}
         if typing.get_origin(base) is list:
-            options |= {"action": "append", "metavar": "KEY=VALUE"}
+            options |= {"action": "append", "metavar": "KEY=VALUE" if field.name == "engine_arg" else "TEXT"}
+        elif base is bool:
+            options |= {"action": "store_true"}
         elif typing.get_origin(base) is Literal:
             options |= {"choices": typing.get_args(base)}
         else:

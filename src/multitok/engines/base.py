@@ -62,6 +62,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         Requests that it works on at once; more are held back by the scheduler.
     embedding_size : int
         Length of an embedding; 0 for ``generate``.
+    resumable : list of str
+        Fields of `SamplingParams` that may differ from their default in a request that is to go on from its prompt and
+        the ids so far with exactly the ids of an undisturbed run, as the conformance test shows; empty: it can't.
+        Greedy is meant throughout: a `temperature` above 0 only where ``temperature`` is named.
     """
 
     name: str
@@ -76,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     max_running_requests: int = 256
     embedding_size: int = 0
+    resumable: list[str] = []
 
 
 class EngineOutput(msgspec.Struct, gc=False):

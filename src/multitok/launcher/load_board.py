@@ -1,20 +1,21 @@
 """The load board: shared memory with one cache line per process, for what others only need as a hint.
 
 Every word has one writer. A line is 8 words of 64 bits: the process's life number (0: not up), which the launcher
-writes, and load figures, which the process itself writes. Reading and writing an aligned word is one machine
-instruction, so there are no locks.
+writes, and what the process itself writes: load figures, and until when it may be silent. Reading and writing an
+aligned word is one machine instruction, so there are no locks.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 
 from multitok.launcher.shared_memory import SharedBlock, open_block
 
 _LINE_WORDS = 8
 _WORD_SIZE = 8
-_LIFE, _LOAD, _WAITING = range(3)
+_LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL = range(5)
 
 
 class LoadBoard:
@@ -81,6 +82,11 @@ class LoadBoard:
         words = self._words
         return min([words[line + _LOAD] for line in self._workers if words[line + _LIFE]], default=0)
 
+    def is_overdue(self, role: str, index: int) -> bool:
+        """Whether a process has been silent for longer than it said; one that has said nothing yet is not watched."""
+        until = self._words[self._line(role, index) + _SILENT_UNTIL]
+        return bool(until) and time.monotonic() * 1000 > until
+
     def figures(self, role: str, index: int) -> dict[str, int]:
         """Return what a process's line says."""
         line = self._line(role, index)
@@ -110,10 +116,21 @@ class LoadSlot:
         self._line = line
         self.publish_load(0, 0)
 
-    def publish_load(self, load: int, waiting: int) -> None:
-        """Put down running and waiting requests."""
+    def publish_load(self, load: int, waiting: int, waiting_tokens: int = 0) -> None:
+        """Put down running and waiting requests, and the prompt ids of the latter."""
         self._words[self._line + _LOAD] = load
         self._words[self._line + _WAITING] = waiting
+        self._words[self._line + _WAITING_TOKENS] = waiting_tokens
+
+    def beat(self, allowance: float) -> None:
+        """Say that this process goes round, and counts as dead when it is silent for longer than this.
+
+        Parameters
+        ----------
+        allowance : float
+            Seconds from now. More than usual before something that may take long, such as an engine's step.
+        """
+        self._words[self._line + _SILENT_UNTIL] = int((time.monotonic() + allowance) * 1000)
 
     def set_connections(self, n: int) -> None:
         """Put down the open connections of this HTTP worker."""

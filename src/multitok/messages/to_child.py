@@ -50,4 +50,35 @@ class LauncherExited(msgspec.Struct, array_like=True, tag=7, gc=False):
     """From a child to itself: the channel has ended."""
 
 
-ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork
+class PartStarted(msgspec.Struct, array_like=True, tag=8, gc=False):
+    """A scheduler, a detokenizer or the router has begun a new life, and is ready.
+
+    Attributes
+    ----------
+    role : str
+        scheduler, detokenizer or router.
+    index, life : int
+        Which one, and which life of it: 2 or more, since at the start everybody waits for everybody.
+    """
+
+    role: str
+    index: int
+    life: int
+
+
+class PartDied(msgspec.Struct, array_like=True, tag=9, gc=False):
+    """A scheduler, a detokenizer or the router has died; fields as in `PartStarted`.
+
+    A child that starts while a part is down hears it, too.
+    """
+
+    role: str
+    index: int
+    life: int
+
+
+class Ping(msgspec.Struct, array_like=True, tag=10, gc=False):
+    """From a child to itself, once a second: its loop goes round."""
+
+
+ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork | PartStarted | PartDied

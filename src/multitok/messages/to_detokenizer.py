@@ -40,11 +40,12 @@ class OutputExtras(msgspec.Struct, array_like=True, gc=False, kw_only=True):
     spec_verify_ct, spec_accepted_tokens : list of (int or None)
         Verification steps and accepted draft ids of speculative decoding.
     decoded_texts : list of (str or None)
-        Text that the owner already has, for rebuilding a detokenizer's state.
+        Text before this row, where an engine knows it.
     decode_ids : list of (bytes or None)
-        Output ids before this row, packed int32, for the same.
+        Output ids before this row, packed int32, in a row that makes or rebuilds a detokenizer's state in the middle
+        of a request; it has `decode_params` too, and its ids go on to the newest.
     read_offsets : list of (int or None)
-        How many of `decode_ids` are in `decoded_texts`.
+        Characters of text that the owner has of `decode_ids`; passed on to the owner with the text that follows them.
     retraction_counts : list of (int or None)
         How often the engine took a request back into its queue.
     weight_version : str or None

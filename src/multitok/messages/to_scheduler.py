@@ -107,6 +107,15 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
         Index of the model.
     priority : int
         Larger first.
+    tenant : int
+        Whose limits it counts against: a hash of the API key; 0 where there are no keys.
+    timeout, queue_timeout : float or None
+        Seconds from its arrival at the scheduler until it is ended, and until it must have begun.
+    resumed_ids : bytes
+        Output ids of an earlier life of the scheduler, packed int32: the engine takes them behind the prompt, and the
+        output goes on after them. `sampling_params` still counts them.
+    text_length : int
+        Characters of text that the owner has of `resumed_ids`.
     """
 
     rid: str | None = None
@@ -117,6 +126,11 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     detokenizer: int = 0
     model: int = 0
     priority: int = 0
+    tenant: int = 0
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    resumed_ids: bytes = b""
+    text_length: int = 0
 
 
 class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
@@ -128,6 +142,9 @@ class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
     detokenizer: int = 0
     model: int = 0
     priority: int = 0
+    tenant: int = 0
+    timeout: float | None = None
+    queue_timeout: float | None = None
 
 
 class AbortReq(BaseReq, tag=3, kw_only=True):
@@ -150,6 +167,30 @@ class GetInternalStateReq(BaseReq, tag=5, kw_only=True):
     """Ask each scheduler for its state; `number` identifies the question."""
 
 
+class LiveReq(BaseReq, tag=6, kw_only=True):
+    """Everything that an owner still waits for; sent to all ranks when a part has begun a new life, or after a gap.
+
+    A rank ends what it has of this owner and is not in the list, sends again what is missing of `resend`, and answers
+    with a `LiveReqOutput`; `number` identifies the question. It comes after the requests that it names: they take the
+    same way.
+
+    Attributes
+    ----------
+    numbers : list of int
+        The owner's live requests, at whatever rank.
+    token_counts, text_lengths : list of int
+        Output ids and characters of text that the owner has of each.
+    resend : list of int
+        Those whose output after that has been lost on the way: a detokenizer has no state of them, or a message was
+        dropped.
+    """
+
+    numbers: list[int]
+    token_counts: list[int]
+    text_lengths: list[int]
+    resend: list[int] = []
+
+
 class BatchTokenizedGenerateReqInput(BaseBatchReq, kw_only=True):
     """Sub-requests that fan out from one call; on the wire they are just their children."""
 
@@ -162,13 +203,14 @@ class BatchTokenizedEmbeddingReqInput(BaseBatchReq, kw_only=True):
     batch: list[TokenizedEmbeddingReqInput]
 
 
-ToScheduler = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | AbortReq | AckReq | GetInternalStateReq
+ToScheduler = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput | AbortReq | AckReq | GetInternalStateReq | LiveReq
 KIND_OF: dict[type[ToScheduler], Kind] = {
     TokenizedGenerateReqInput: Kind.GENERATE,
     TokenizedEmbeddingReqInput: Kind.EMBEDDING,
     AbortReq: Kind.ABORT,
     AckReq: Kind.ACK,
     GetInternalStateReq: Kind.CONTROL,
+    LiveReq: Kind.CONTROL,
 }
 
 

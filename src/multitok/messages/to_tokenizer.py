@@ -45,4 +45,46 @@ class GetInternalStateReqOutput(BaseReq, tag=19, kw_only=True):
     kv_used: float
 
 
-ToTokenizer = BatchStrOutput | BatchTokenIDOutput | BatchEmbeddingOutput | RefusedReq | GetInternalStateReqOutput
+class LiveReqOutput(BaseReq, tag=21, kw_only=True):
+    """A scheduler's answer to `LiveReq`.
+
+    Attributes
+    ----------
+    rank : int
+        Who answers.
+    known : list of int
+        Those of the listed requests that it has: waiting, running, or ended without an acknowledgement.
+    """
+
+    rank: int
+    known: list[int]
+
+
+class RankDied(BaseReq, tag=22, kw_only=True):
+    """A scheduler has died; whatever was sent to it before this is lost, and nothing goes to it any more.
+
+    Attributes
+    ----------
+    rank : int
+        Which.
+    """
+
+    rank: int
+
+
+class RankStarted(BaseReq, tag=23, kw_only=True):
+    """A new life of a scheduler takes requests from now on; `rank` says which."""
+
+    rank: int
+
+
+ToTokenizer = (
+    BatchStrOutput
+    | BatchTokenIDOutput
+    | BatchEmbeddingOutput
+    | RefusedReq
+    | GetInternalStateReqOutput
+    | LiveReqOutput
+    | RankDied
+    | RankStarted
+)
