@@ -185,7 +185,7 @@ def test_the_number_of_http_workers_chooses_the_loop(make_site, monkeypatch, cha
             super().__init__(*args, **kwargs)
             site.keep(self)
 
-    process.run_detokenizer_process(site.server_args, site.ports("d0"), Kept)
+    process.run_detokenizer_process(site.server_args, site.ports("d0"), Kept, beat=lambda: None)
     assert Recorder.loop == [loop]
 
 
@@ -193,7 +193,9 @@ def test_the_number_of_http_workers_chooses_the_loop(make_site, monkeypatch, cha
 def manager(make_site, channel):
     site = make_site(workers=2)
     decoder = TextDecoder.from_tokenizer(byte_tokenizer())
-    return site.keep(DetokenizerManager(site.server_args, site.ports("d0"), channel=channel[1], decoder=decoder))
+    return site.keep(
+        DetokenizerManager(site.server_args, site.ports("d0"), channel=channel[1], decoder=decoder, beat=lambda: None)
+    )
 
 
 def test_the_socket_mapping_is_cleared_where_it_was_used(manager, monkeypatch):

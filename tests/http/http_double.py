@@ -197,6 +197,9 @@ class DoubleSlot:
     def lowest_connections(self) -> int:
         return min(self.published[-1], self.others_lowest)
 
+    def beat(self, allowance: float) -> None:
+        pass
+
 
 class RunningServer:
     """A server whose loop runs in a thread of its own."""

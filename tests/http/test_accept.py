@@ -35,6 +35,9 @@ class Slot:
     def lowest_connections(self) -> int:
         return min(self.board.loads)
 
+    def beat(self, allowance: float) -> None:
+        pass
+
 
 class Echo(asyncio.Protocol):
     """Says which worker has the connection."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -18,7 +18,7 @@ from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import LauncherExited, OwnerDied, Stop, ToChild
+from multitok.messages.to_child import LauncherExited, OwnerDied, Ping, Stop, ToChild, ToItself
 from multitok.messages.to_detokenizer import (
     BatchEmbeddingOutput,
     BatchIdentity,
@@ -48,6 +48,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         To the launcher.
     decoder : TextDecoder
         The model's.
+    beat : callable
+        Called at least every second while the loop goes round.
     """
 
     def __init__(
@@ -57,17 +59,19 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         *,
         channel: LauncherChannel,
         decoder: TextDecoder,
+        beat: Callable[[], None],
     ) -> None:
         self.server_args = server_args
         self.socket_mapping = SocketMapping(port_args)
         self.step = DetokenizerStep(decoder)
         self._channel = channel
+        self._beat = beat
         address = port_args.detokenizer_ipc_names[port_args.index]
         self._endpoint = port_args.endpoint(address)
         self._start_token = port_args.start_token
         self._receive_from_scheduler = bind_pull(self._endpoint, port_args.listen_fds[address])
-        self._frames: FrameDecoder[ToDetokenizer | ToChild | LauncherExited] = FrameDecoder(
-            port_args.start_token, ToDetokenizer | ToChild | LauncherExited
+        self._frames: FrameDecoder[ToDetokenizer | ToChild | ToItself] = FrameDecoder(
+            port_args.start_token, ToDetokenizer | ToChild | ToItself
         )
         self._identities: FrameDecoder[BatchIdentity] = FrameDecoder(port_args.start_token, BatchIdentity)
         self._stopping = False
@@ -113,6 +117,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
                 return message if message.numbers else None
             case RefusedReq():
                 return message
+            case Ping():
+                self._beat()
             case OwnerDied():
                 self.socket_mapping.drop(message.address)
             case Stop():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 
@@ -19,6 +20,8 @@ def run_detokenizer_process(
     server_args: ServerArgs,
     port_args: PortArgs,
     detokenizer_manager_class: type[DetokenizerManager] = DetokenizerManager,
+    *,
+    beat: Callable[[], None],
 ) -> None:
     """Run a detokenizer until the launcher says stop.
 
@@ -30,6 +33,8 @@ def run_detokenizer_process(
         Where the parts meet, and which detokenizer this is.
     detokenizer_manager_class : type
         What runs.
+    beat : callable
+        Called at least every second while the loop goes round.
 
     Raises
     ------
@@ -42,7 +47,7 @@ def run_detokenizer_process(
     # What loading left behind, tables of 100,000 entries among it, never needs to be looked at again.
     gc.collect()
     gc.freeze()
-    manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder)
+    manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder, beat=beat)
     if server_args.multi:
         manager.multi_http_worker_event_loop()
     else:

@@ -39,6 +39,10 @@ class LoadSlot(Protocol):
         """Lowest number over all live workers, own included."""
         ...
 
+    def beat(self, allowance: float) -> None:
+        """Say that this process goes round, and counts as dead when it is silent for more seconds than this."""
+        ...
+
 
 class Acceptor:
     """Accepts from a shared listening socket.

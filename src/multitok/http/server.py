@@ -160,8 +160,9 @@ class HttpServer:
             self._all_closed.set()
 
     def _tick(self) -> None:
-        """Keep the Date header fresh, once per second as uvicorn's server does."""
+        """Say that the loop goes round, and keep the Date header fresh, once per second as uvicorn's server does."""
         assert self._state is not None
+        self._slot.beat(self._args.hang_timeout)
         now = time.time()
         date = formatdate(now, usegmt=True).encode()
         self._state.default_headers = [(b"date", date)]

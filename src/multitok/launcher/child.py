@@ -61,16 +61,15 @@ def main(arguments: list[str]) -> int:
             case "scheduler":
                 from multitok.scheduler.process import run_scheduler_process
 
-                publish_load = board.slot(role, port_args.index).publish_load
-                run_scheduler_process(server_args, port_args, files, publish_load)
+                run_scheduler_process(server_args, port_args, files, board.slot(role, port_args.index))
             case "detokenizer":
                 from multitok.detokenizer.process import run_detokenizer_process
 
-                run_detokenizer_process(server_args, port_args)
+                run_detokenizer_process(server_args, port_args, beat=_beat_of(role, server_args, port_args, board))
             case "router":
                 from multitok.router.process import run_router_process
 
-                run_router_process(port_args)
+                run_router_process(port_args, _beat_of(role, server_args, port_args, board))
             case "fork_server":
                 _run_fork_server(server_args, port_args, files, board, runtime_dir, int(launcher_pid))
             case _:
@@ -136,6 +135,11 @@ def _run_fork_server(
         )
 
     run_fork_server(channel, worker_main)
+
+
+def _beat_of(role: str, server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> Callable[[], None]:
+    slot = board.slot(role, port_args.index)
+    return lambda: slot.beat(server_args.hang_timeout)
 
 
 def _launcher_died(*_: object) -> None:

@@ -115,6 +115,7 @@ class LoadSlot:
         self._words = words
         self._line = line
         self.publish_load(0, 0)
+        self._words[self._line + _SILENT_UNTIL] = 0
 
     def publish_load(self, load: int, waiting: int, waiting_tokens: int = 0) -> None:
         """Put down running and waiting requests, and the prompt ids of the latter."""

@@ -81,4 +81,5 @@ class Ping(msgspec.Struct, array_like=True, tag=10, gc=False):
     """From a child to itself, once a second: its loop goes round."""
 
 
+ToItself = LauncherExited | Ping
 ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork | PartStarted | PartDied

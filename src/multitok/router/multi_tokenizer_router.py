@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -20,6 +21,8 @@ from multitok.messages.to_scheduler import REQUEST_KINDS, Header, Kind
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy, Undelivered
 
 _log = logging.getLogger(__name__)
+# How long the loop waits at most before it says that it goes round.
+_BEAT_MS = 1000
 
 
 class MultiTokenizerRouter:
@@ -35,13 +38,16 @@ class MultiTokenizerRouter:
         Where the parts meet.
     channel : LauncherChannel
         To the launcher.
+    beat : callable
+        Called at least every second while the loop goes round.
     """
 
-    def __init__(self, port_args: PortArgs, channel: LauncherChannel) -> None:
+    def __init__(self, port_args: PortArgs, channel: LauncherChannel, beat: Callable[[], None]) -> None:
         if port_args.router_ipc_name is None or port_args.control_ipc_name is None:
             raise ValueError("single mode has no router")
         self._port_args = port_args
         self._channel = channel
+        self._beat = beat
         self.receive_from_worker = bind_pull(
             port_args.endpoint(port_args.router_ipc_name), port_args.listen_fds[port_args.router_ipc_name]
         )
@@ -77,7 +83,8 @@ class MultiTokenizerRouter:
         poller.register(self._channel.fileno(), zmq.POLLIN)
         self._channel.send(Ready())
         while True:
-            for source, _ in poller.poll():
+            self._beat()
+            for source, _ in poller.poll(_BEAT_MS):
                 if source == self._channel.fileno():
                     if self._follow_launcher():
                         return

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from multitok.config import PortArgs
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.router.multi_tokenizer_router import MultiTokenizerRouter
 
 
-def run_router_process(port_args: PortArgs) -> None:
+def run_router_process(port_args: PortArgs, beat: Callable[[], None]) -> None:
     """Run the router until the launcher says stop.
 
     Parameters
     ----------
     port_args : PortArgs
         Where the parts meet.
+    beat : callable
+        Called at least every second while the loop goes round.
 
     Raises
     ------
     LauncherGone
         The launcher has exited.
     """
-    MultiTokenizerRouter(port_args, LauncherChannel(port_args.channel_fd)).run()
+    MultiTokenizerRouter(port_args, LauncherChannel(port_args.channel_fd), beat).run()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 
 import zmq
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.registry import create_engine, parse_engine_args
 from multitok.ipc.launcher_channel import LauncherChannel
-from multitok.scheduler.scheduler import Scheduler
+from multitok.scheduler.scheduler import LoadSlot, Scheduler
 from multitok.tokenizer.errors import ModelError
 from multitok.tokenizer.model_files import ModelFiles
 
@@ -20,9 +19,7 @@ _log = logging.getLogger(__name__)
 _LAST_WORDS_MS = 1000
 
 
-def run_scheduler_process(
-    server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, publish_load: Callable[[int, int], None]
-) -> None:
+def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, slot: LoadSlot) -> None:
     """Load the engine and serve until the launcher says stop.
 
     Parameters
@@ -33,8 +30,8 @@ def run_scheduler_process(
         Where the parts meet, and which rank this is.
     files : ModelFiles
         The model.
-    publish_load : callable
-        Puts running and waiting requests on the load board.
+    slot : LoadSlot
+        This rank's place on the load board.
 
     Raises
     ------
@@ -55,7 +52,7 @@ def run_scheduler_process(
     except ValueError as error:
         raise ModelError(str(error)) from error
     try:
-        scheduler = Scheduler(server_args, port_args, channel=channel, engine=engine, publish_load=publish_load)
+        scheduler = Scheduler(server_args, port_args, channel=channel, engine=engine, slot=slot)
         # What loading left behind never needs to be looked at again.
         gc.collect()
         gc.freeze()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 import numpy
@@ -38,6 +38,20 @@ from multitok.scheduler.step_output import Row, embedding_batch, token_batch
 
 _log = logging.getLogger(__name__)
 _EMBEDDING_PARAMS = SamplingParams(max_new_tokens=1)
+# How long an idle loop waits at most before it says that it goes round.
+_BEAT_MS = 1000
+
+
+class LoadSlot(Protocol):
+    """A rank's place on the load board."""
+
+    def publish_load(self, load: int, waiting: int, waiting_tokens: int = 0) -> None:
+        """Put down running and waiting requests, and the prompt ids of the latter."""
+        ...
+
+    def beat(self, allowance: float) -> None:
+        """Say that this process goes round, and counts as dead when it is silent for more seconds than this."""
+        ...
 
 
 class Scheduler:
@@ -57,8 +71,8 @@ class Scheduler:
         To the launcher.
     engine : Engine
         Loaded and idle.
-    publish_load : callable
-        Takes running and waiting requests; they are put on the load board.
+    slot : LoadSlot
+        This rank's place on the load board.
     """
 
     def __init__(
@@ -68,13 +82,15 @@ class Scheduler:
         *,
         channel: LauncherChannel,
         engine: Engine,
-        publish_load: Callable[[int, int], None],
+        slot: LoadSlot,
     ) -> None:
         self._port_args = port_args
         self._rank = port_args.index
         self._channel = channel
         self._engine = engine
-        self._publish_load = publish_load
+        self._slot = slot
+        self._hang_timeout = server_args.hang_timeout
+        self._step_timeout = server_args.step_timeout
         address = port_args.scheduler_ipc_names[self._rank]
         self._receive = bind_pull(port_args.endpoint(address), port_args.listen_fds[address])
         self._mapping = SocketMapping(port_args)
@@ -105,7 +121,8 @@ class Scheduler:
         self._channel.send(Ready(msgspec.msgpack.encode(self._engine.info)))
         while not self._stopping:
             busy = bool(self._waiting) or self._engine.has_unfinished()
-            for source, _ in poller.poll(0 if busy else None):
+            self._slot.beat(self._step_timeout if busy else self._hang_timeout)
+            for source, _ in poller.poll(0 if busy else _BEAT_MS):
                 if source == self._channel.fileno():
                     self._follow_launcher()
                 else:
@@ -113,13 +130,15 @@ class Scheduler:
                         self._handle_message(frames)
             self._admit()
             if self._engine.has_unfinished():
+                if not busy:
+                    self._slot.beat(self._step_timeout)
                 try:
                     outputs = self._engine.step()
                 except Exception:
                     self._fail_all("the engine failed")
                     raise
                 self._emit(outputs)
-            self._publish_load(len(self._running), len(self._waiting))
+            self._slot.publish_load(len(self._running), len(self._waiting))
 
     # Messages
 

@@ -62,6 +62,10 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         The user's id, unique among running requests; sub-requests get ``-i`` appended where there are several.
     priority : int
         Larger first.
+    tenant : int
+        Whose limits it counts against; 0 where there are no keys.
+    timeout : float or None
+        Seconds that it may take.
     """
 
     prompts: list[str | bytes]
@@ -75,6 +79,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
     request_id: str | None = None
     priority: int = 0
+    tenant: int = 0
+    timeout: float | None = None
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
@@ -87,6 +93,8 @@ class EmbeddingInput(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     truncate: bool = False
     priority: int = 0
+    tenant: int = 0
+    timeout: float | None = None
 
 
 class GenerateOutput(msgspec.Struct, gc=False):
