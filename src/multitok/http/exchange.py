@@ -27,7 +27,7 @@ Route = Callable[["HttpExchange"], None]
 
 JSON = b"application/json"
 # Others have their turn after so many bytes of a body.
-BREATHER = 512 * 1024
+BREATHER = 256 * 1024
 _STREAM_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
