@@ -99,13 +99,15 @@ class HttpServer:
         self._acceptor = Acceptor(self._socket, self._slot, lambda: DirectHttpProtocol(config, state, {}, loop))
         self._acceptor.start()
 
-    async def drain(self, timeout: float) -> tuple[int, int]:
+    async def drain(self, timeout: float, rolling: bool = False) -> tuple[int, int]:
         """Stop accepting, let running requests finish, tell the rest, close every connection.
 
         Parameters
         ----------
         timeout : float
             Seconds that running requests get.
+        rolling : bool
+            Other workers go on serving.
 
         Returns
         -------
@@ -137,6 +139,13 @@ class HttpServer:
     def hurry(self) -> None:
         """End a drain's wait for running requests now."""
         self._all_closed.set()
+
+    def leave_idle_connections(self) -> None:
+        """In a rolling drain: end idle connections as soon as in any other, because now all workers go."""
+        if self._state is not None and self._state.drain_grace is not None:
+            self._state.drain_grace = min(self._state.drain_grace, DRAIN_GRACE)
+            for connection in list(self._state.connections):
+                connection.shutdown()
 
     def _cut(self, state: DirectServerState) -> int:
         cut = sum(connection.cut() for connection in list(state.connections))  # type: ignore[union-attr]
