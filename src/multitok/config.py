@@ -16,6 +16,10 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 _HIDDEN = "(hidden)"
 
 
+class OptionError(ValueError):
+    """An option can't be used, or a file that it names; the message is for the user."""
+
+
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of ``multitok serve``."""
 
