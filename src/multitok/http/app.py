@@ -20,12 +20,14 @@ from multitok.http.errors import internal_error
 from multitok.http.native.abort import AbortRoute
 from multitok.http.native.tokens import TokenRoutes
 from multitok.http.openai.models import ModelRoutes
+from multitok.http.openapi import OpenApiRoute
 from multitok.http.respond import error_response
 from multitok.tokenizer.requests import RequestError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from multitok.config import ServerArgs
     from multitok.http.cors import Headers
     from multitok.http.manager import Manager
 
@@ -36,7 +38,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
 
 
-def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, draining: Callable[[], bool]) -> ASGIApp:
+def make_app(manager: Manager, hot_paths: Iterable[str], limits: ServerArgs, draining: Callable[[], bool]) -> ASGIApp:
     """Build the application.
 
     Parameters
@@ -45,23 +47,24 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, drain
         Does the work.
     hot_paths : iterable of str
         Paths whose POST the protocol serves; known here so that other methods get 405.
-    max_prompts : int
-        Most texts of one request.
+    limits : ServerArgs
+        What one request may hold.
     draining : callable
         Whether every connection's next answer is its last.
     """
     health, models = HealthRoutes(manager), ModelRoutes(manager)
-    tokens = TokenRoutes(manager, max_prompts)
+    tokens = TokenRoutes(manager, limits)
     routes = [
         Route("/health", health.health, methods=["GET"]),
         Route("/ready", health.ready, methods=["GET"]),
         Route("/health_generate", health.health_generate, methods=["GET"]),
+        Route("/openapi.json", OpenApiRoute(limits).openapi, methods=["GET"]),
         Route("/server_info", _control(InfoRoute(manager).server_info), methods=["GET"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/abort_request", _control(AbortRoute(manager).abort_request), methods=["POST"]),
+        Route("/abort_request", _control(AbortRoute(manager, limits).abort_request), methods=["POST"]),
         *(Route(path, _unreachable, methods=["POST"]) for path in hot_paths),
     ]
     app = Starlette(
@@ -94,7 +97,7 @@ async def _on_request_error(request: Request, exc: Exception) -> Response:
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     words = _WORDS.get(exc.status_code, exc.detail)
-    message = words.format(path=request.url.path, method=request.method)
+    message = words.format(path=request.url.path[:200], method=request.method)
     return error_response(RequestError(exc.status_code, message), dict(exc.headers or {}))
 
 

@@ -93,6 +93,8 @@ class HttpExchange:
         Called with an error when a drain's time is up; a stream ends with it as an event.
     request_id : str or None
         Returned in ``x-request-id`` once set.
+    tenant : int
+        Whose limits it counts against; 0 where there are no keys.
     """
 
     __slots__ = (
@@ -156,6 +158,7 @@ class HttpExchange:
         self.on_writable: Callable[[], None] | None = None
         self.on_cut: Callable[[RequestError], None] | None = None
         self.request_id: str | None = None
+        self.tenant = 0
         self._active = False
         self._breather = BREATHER
         self._rest: memoryview[int] | None = None

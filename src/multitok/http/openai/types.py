@@ -103,6 +103,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     rid: str | None = None
     priority: int | None = None
+    timeout: float | None = None
 
     # They keep requests apart, or carry state between engines: not to be ignored.
     cache_salt: Unsupported = None
@@ -174,7 +175,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     user: str | None = None
     request_id: str | None = None
+    rid: str | None = None
     priority: int | None = None
+    timeout: float | None = None
     truncate: bool | None = None
 
     truncate_prompt_tokens: Unsupported = None
@@ -210,5 +213,10 @@ def refuse_unsupported(request: msgspec.Struct, fields: list[tuple[str, tuple[ob
     """
     for name, neutral in fields:
         value = getattr(request, name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(_same(value, neutral_value) for neutral_value in neutral):
             raise invalid(prefix + name, "is not supported by this server")
+
+
+def _same(value: object, other: object) -> bool:
+    # 1 is True in Python.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
