@@ -88,7 +88,7 @@ class Server:
         self._process = subprocess.Popen(
             self._command,
             cwd=self.directory,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(self.directory)},
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -104,6 +104,11 @@ class Server:
             self._destroy()
             raise
         return self
+
+    def _environment(self) -> dict[str, str]:
+        # Another checkout's tests say by PYTHONPATH which sources are meant.
+        sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        return {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(self.directory), **sources}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
