@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: help install serve test test-all lint format bench clean
+.PHONY: help install serve test test-all chaos lint format bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,6 +34,9 @@ test: $(VENV)/.installed-test  ## install what tests need and run them
 
 test-all: $(VENV)/.installed-test  ## the tests that take long, too
 	$(BIN)/pytest $(ARGS)
+
+chaos: $(VENV)/.installed-test  ## kill parts at random under load; ARGS="--seconds 1800 --seed 7"
+	cd tests && PYTHONPATH=system ../$(BIN)/python -m chaos $(ARGS)
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks
