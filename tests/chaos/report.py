@@ -23,7 +23,7 @@ PROMISED = (
     ("scheduler", "told", 2.0),
 )
 _FAULTS_SHOWN = 10
-_TIMES = {
+TIMES = {
     "detected": "noticed",
     "replaced": "replaced",
     "answered": "first answer",
@@ -124,11 +124,11 @@ def in_words(report: Report) -> Iterable[str]:
 
 def times_table(times: dict[str, Times]) -> Iterable[str]:
     """Yield a table of the times: median and largest, in seconds."""
-    header = ["", "kills", "streams", "ended", *_TIMES.values()]
+    header = ["", "kills", "streams", "ended", *TIMES.values()]
     rows = [header]
     for kind, each in sorted(times.items()):
         cells = [kind, str(len(each.detected)), _whole(each.streams), _whole(each.ended)]
-        rows.append([*cells, *(_figure(getattr(each, name)) for name in _TIMES)])
+        rows.append([*cells, *(_figure(getattr(each, name)) for name in TIMES)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
