@@ -117,6 +117,9 @@ class Killer:
                 part = self._strike(act.blows, wait=False)[0]
                 successor = self._successor(part)
                 self._strike([act.blows[0]], [successor])
+            case "ttin" | "ttou" if self._workers == 1:
+                # Without a router there is one worker, and no more.
+                self._order("hup")
             case "ttin" if self._added >= _MOST_ADDED:
                 self._order("ttou")
             case "ttou" if self._workers + self._added <= 1:
@@ -128,7 +131,7 @@ class Killer:
 
     def _strike(self, blows: list[Blow], victims: list[Part] | None = None, wait: bool = True) -> list[Part]:
         """Kill processes at once; then wait until each has been replaced."""
-        parts = parts_of(self._server.directory)
+        parts = self._parts_in_service()
         struck: list[Part] = []
         for blow in blows:
             of_role = [part for part in parts if part.role == blow.role and part not in struck]
@@ -195,6 +198,12 @@ class Killer:
         return up
 
     # What is known
+
+    def _parts_in_service(self) -> list[Part]:
+        """Return the children but for those that drain, and are replaced already."""
+        figures = self._until(self._watch.figures, "/server_info answers")
+        pids = {each["pid"] for name, each in figures.items() if name.startswith("tokenizer_worker") and each["life"]}
+        return [p for p in parts_of(self._server.directory) if p.role != "tokenizer_worker" or p.pid in pids]
 
     def _lives(self) -> dict[str, int]:
         figures = self._until(self._watch.figures, "/server_info answers")
