@@ -36,6 +36,10 @@ _SHM = Path("/dev/shm")
 _READY = re.compile(r"is ready after .*: http://127\.0\.0\.1:(\d+),")
 
 SIMULATED = ("--engine", "simulated")
+# PYTHONPATH: a test run of another checkout than the installed one.
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())} | {
+    name: value for name, value in os.environ.items() if name == "PYTHONPATH"
+}
 
 
 def engine_args(**options: object) -> list[str]:
@@ -106,9 +110,7 @@ class Server:
         return self
 
     def _environment(self) -> dict[str, str]:
-        # Another checkout's tests say by PYTHONPATH which sources are meant.
-        sources = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-        return {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(self.directory), **sources}
+        return _ENVIRONMENT | {"TMPDIR": str(self.directory)}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
