@@ -58,11 +58,12 @@ class Connection(asyncio.Protocol):
         return connection
 
     async def identify(self) -> None:
-        """Learn the worker's address; it stays empty when the connection is lost."""
+        """Learn the worker's address; it stays empty when the connection is lost before that."""
         self._identity = b""
-        await self.ask(b"GET /server_info HTTP/1.1\r\nhost: chaos\r\n\r\n", Answer(1, False))
+        answer = Answer(1, False)
+        await self.ask(b"GET /server_info HTTP/1.1\r\nhost: chaos\r\n\r\n", answer)
         body, self._identity = self._identity, None
-        if not self.closed and body:
+        if answer.complete:
             self.worker = json.loads(body)["worker"]["address"]
 
     def ask(self, request: bytes, answer: Answer) -> asyncio.Future[None]:

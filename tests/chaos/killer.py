@@ -114,9 +114,11 @@ class Killer:
             case "kill" | "pair":
                 self._strike(act.blows)
             case "again":
-                part = self._strike(act.blows, wait=False)[0]
-                successor = self._successor(part)
-                self._strike([act.blows[0]], [successor])
+                first = len(self.events)
+                for part in self._strike(act.blows, wait=False):
+                    self._strike(act.blows, [self._successor(part)])
+                for event in self.events[first:]:
+                    event.recovered = self.events[-1].recovered
             case "ttin" | "ttou" if self._workers == 1:
                 # Without a router there is one worker, and no more.
                 self._order("hup")
@@ -149,7 +151,8 @@ class Killer:
             os.kill(part.pid, SIGNALS[blow.signal])
         self.events += events
         for event, part in zip(events, struck, strict=True):
-            self._server.wait_for_line(rf"\(pid {part.pid}\)", _PATIENCE_S, begin=line)
+            # One that is killed at once may have become ready in between.
+            self._server.wait_for_line(rf"\(pid {part.pid}\) (?!is ready)", _PATIENCE_S, begin=line)
             event.detected = time.monotonic()
         if wait:
             for event, part in zip(events, struck, strict=True):

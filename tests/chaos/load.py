@@ -147,7 +147,8 @@ class Load:
             totals.unconnected += 1
             totals.unconnected_at.append((begun, time.monotonic()))
             return None
-        return connection
+        # A worker that is about to go answers once, and closes.
+        return None if connection.closed else connection
 
     def _note(self, entry: Entry, ask: Ask, answer: Answer, connection: Connection) -> None:
         entry.ended = time.monotonic()
