@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=STEP_MS, help="of the simulated engine (default: %(default)g)")
     parser.add_argument("--real-engine", action="store_true", help="the default model, which answers as it did before")
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
+    parser.add_argument("--log", type=Path, help="file to which the servers' logs are added")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 16) if options.seed is None else options.seed
     engine = [] if options.real_engine else ["--engine", "simulated", *engine_args(step_ms=options.step_ms)]
@@ -69,7 +70,7 @@ def main() -> int:
             learn=options.real_engine,
         )
         print(f"{mode}, seed {run.seed}: multitok serve {' '.join(run.command())}", flush=True)
-        runs.append(carry_out(run))
+        runs.append(carry_out(run, options.log))
     report = make_report(runs)
     print("\n".join(in_words(report)))
     if options.out is not None:

@@ -42,7 +42,7 @@ def in_markdown(report: Report) -> str:
     machine = report.machine
     seconds = sum(run.options.seconds for run in report.runs)
     modes = ", ".join(f"{run.options.mode} ({run.options.seed})" for run in report.runs)
-    acts = sum(run.acts for run in report.runs)
+    acts = sum(len(run.events) for run in report.runs)
     where = (
         f"{machine.date}, multitok {machine.multitok}, {machine.cpu}, {machine.cores} cores, Linux {machine.kernel}, "
         f"Python {machine.python}: {seconds / 60:g} minutes, {report.runs[0].options.clients} requests at a time, "

@@ -105,8 +105,8 @@ class Result(msgspec.Struct, kw_only=True):
         By kind of act.
     growth_mb : dict of str to float
         Of the memory of the processes.
-    acts : int
-        How many things were done.
+    events : list of Event
+        What was done.
     """
 
     options: Options
@@ -115,7 +115,7 @@ class Result(msgspec.Struct, kw_only=True):
     failures: list[str] = []
     times: dict[str, Times] = {}
     growth_mb: dict[str, float] = {}
-    acts: int = 0
+    events: list[Event] = []
 
 
 class _LoadProcess:
@@ -160,8 +160,16 @@ class _LoadProcess:
             pipe.close()
 
 
-def carry_out(options: Options) -> Result:
-    """Do one run."""
+def carry_out(options: Options, log: Path | None = None) -> Result:
+    """Do one run.
+
+    Parameters
+    ----------
+    options : Options
+        What it is like.
+    log : Path or None
+        File to which the server's log is added.
+    """
     found: list[str] = []
     failures: list[str] = []
     events: list[Event] = []
@@ -170,9 +178,10 @@ def carry_out(options: Options) -> Result:
         ledger = Path(folder) / "ledger"
         try:
             with Server(*options.command(), errors=True, start_timeout=150) as server:
-                with _load(options, server.port, ledger) as load:
-                    growth = _disturb(options, server, load, events, found, failures)
-                _end(options, server, failures)
+                with _log_to(log, server):
+                    with _load(options, server.port, ledger) as load:
+                        growth = _disturb(options, server, load, events, found, failures)
+                    _end(options, server, failures)
         except AssertionError as error:
             failures.append(str(error)[-_LOG_SHOWN:])
         entries, totals = read_ledger(ledger) if ledger.exists() else ([], Totals())
@@ -184,8 +193,18 @@ def carry_out(options: Options) -> Result:
         failures=failures,
         times=times_by_kind(entries, events, verdict),
         growth_mb=growth,
-        acts=len(events),
+        events=events,
     )
+
+
+@contextlib.contextmanager
+def _log_to(file: Path | None, server: Server) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if file is not None:
+            with file.open("a") as log:
+                log.write(f"{server.log}\n\n")
 
 
 @contextlib.contextmanager

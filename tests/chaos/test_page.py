@@ -29,7 +29,7 @@ def _result(counts: Counts, mode: str = "multi+resume") -> Result:
         engine=[],
     )
     times = {"router KILL": Times(detected=[0.01, 0.03], replaced=[0.4, 0.5], streams=[40, 50], ended=[0, 0])}
-    return Result(options=options, verdict=Verdict(counts, [], {}, {}), times=times, acts=2)
+    return Result(options=options, verdict=Verdict(counts, [], {}, {}), times=times)
 
 
 def test_page_is_what_the_results_say() -> None:

@@ -73,11 +73,13 @@ def wait_until_nothing_is_held(server: Server, within: float) -> None:
 
     server.wait_until_idle(within)
     eventually(empty, within, "the schedulers have forgotten all requests")
-    n = sum(name.startswith("tokenizer_worker") for name in server.processes())
-    for worker in range(1, n + 1):
-        with server.connection_to(worker) as client:
+    for name, figures in server.processes().items():
+        role, _, worker = name.partition(":")
+        if role != "tokenizer_worker":
+            continue
+        with server.connection_to(int(worker), life=figures["life"]) as client:
             eventually(
                 lambda client=client: not client.get("/server_info").json()["worker"]["running_requests"],
                 within,
-                f"worker {worker} has forgotten all requests",
+                f"{name} has forgotten all requests",
             )

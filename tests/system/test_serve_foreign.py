@@ -21,7 +21,7 @@ from server import SIMULATED, STOP_S, Server, engine_args, eventually, free_port
 _SLOW = [*SIMULATED, *engine_args(step_ms=5)]
 _PARTS = {"single": [], "multi": [*workers(2), "--detokenizer-worker-num", "2"]}
 _PROMPT = "meanwhile in another part of the house"
-_LONG, _SHORT = 300, 20
+_LONG, _SHORT = 160, 20
 # The longest that fits into a unix socket's address; a runtime directory below it would not.
 _LONG_PATH = 100
 
