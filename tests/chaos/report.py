@@ -108,7 +108,8 @@ def in_words(report: Report) -> Iterable[str]:
     """Yield the lines that are printed."""
     for run in report.runs:
         end = "SIGTERM" if run.options.end == "term" else "the launcher's death"
-        yield f"{run.options.mode}, {run.options.seconds:g} s, seed {run.options.seed}, {len(run.events)} acts, ended by {end}"
+        acts = len(run.events)
+        yield f"{run.options.mode}, {run.options.seconds:g} s, seed {run.options.seed}, {acts} acts, ended by {end}"
     yield ""
     for name in Counts.__struct_fields__:
         yield f"{name.replace('_', ' '):>24} {getattr(report.counts, name):>8}{_must(name)}"

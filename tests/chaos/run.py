@@ -177,11 +177,10 @@ def carry_out(options: Options, log: Path | None = None) -> Result:
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         ledger = Path(folder) / "ledger"
         try:
-            with Server(*options.command(), errors=True, start_timeout=150) as server:
-                with _log_to(log, server):
-                    with _load(options, server.port, ledger) as load:
-                        growth = _disturb(options, server, load, events, found, failures)
-                    _end(options, server, failures)
+            with Server(*options.command(), errors=True, start_timeout=150) as server, _log_to(log, server):
+                with _load(options, server.port, ledger) as load:
+                    growth = _disturb(options, server, load, events, found, failures)
+                _end(options, server, failures)
         except AssertionError as error:
             failures.append(str(error)[-_LOG_SHOWN:])
         entries, totals = read_ledger(ledger) if ledger.exists() else ([], Totals())
