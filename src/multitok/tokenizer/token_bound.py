@@ -18,7 +18,7 @@ _ASCII = bytes(range(128))
 _NO_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 # Steps that leave every byte in place. Replace is looked at closer, Sequence into.
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})
-_PIECE = 1 << 18
+_PIECE = 1 << 17
 # Composing turns at most four code points into one (U+1F82 is such a one; Unicode lets no more be added).
 _MOST_COMPOSED = 4
 
