@@ -20,7 +20,7 @@ from chaos.plan import ROLES, SIGNALS
 from chaos.report import in_words, make_report
 from chaos.run import MODES, STEP_MS, Options, carry_out, end_of, expand
 
-_OTHERS = ("pair", "again", "hup", "ttin", "ttou")
+_OTHERS = ("pair", "again", "hup", "roll", "ttin", "ttou")
 
 
 def _words(text: str) -> list[str]:

@@ -21,6 +21,8 @@ _PATIENCE_S = 60.0
 _LOAD_PATIENCE_S = 5.0
 _ORDERS = {"hup": signal.SIGHUP, "ttin": signal.SIGTTIN, "ttou": signal.SIGTTOU}
 _MOST_ADDED = 2
+# Within this time of a SIGHUP something dies.
+_ROLL_S = 0.3
 _T = TypeVar("_T")
 
 
@@ -119,6 +121,11 @@ class Killer:
                     self._strike(act.blows, [self._successor(part)])
                 for event in self.events[first:]:
                     event.recovered = self.events[-1].recovered
+            case "roll":
+                finish = self._begin("hup")
+                time.sleep(act.blows[0].which * _ROLL_S)
+                self._strike(act.blows)
+                finish()
             case "ttin" | "ttou" if self._workers == 1:
                 # Without a router there is one worker, and no more.
                 self._order("hup")
@@ -180,20 +187,27 @@ class Killer:
     # Orders to the launcher
 
     def _order(self, what: str) -> None:
-        lives = self._workers_up()
+        self._begin(what)()
+
+    def _begin(self, what: str) -> Callable[[], None]:
+        """Send a signal to the launcher; what is returned waits until that is done which it asks for."""
+        before = self._workers_up()
         event = Event(kind=f"SIG{what.upper()}", at=time.monotonic())
-        self.events.append(event)
         event.detected = event.at
+        self.events.append(event)
         self._server.send_signal(_ORDERS[what])
-        if what == "hup":
-            self._until(
-                lambda: len(now := self._workers_up()) == len(lives) and not now & lives, "all workers are replaced"
-            )
-        else:
-            step = 1 if what == "ttin" else -1
-            self._until(lambda: len(self._workers_up()) == len(lives) + step, f"{what} is done")
+        step = {"hup": 0, "ttin": 1, "ttou": -1}[what]
+
+        def is_done() -> bool:
+            now = self._workers_up()
+            return len(now) == len(before) + step and not (what == "hup" and now & before)
+
+        def finish() -> None:
+            self._until(is_done, f"{event.kind} is done")
             self._added += step
-        event.recovered = time.monotonic()
+            event.recovered = time.monotonic()
+
+        return finish
 
     def _workers_up(self) -> set[tuple[str, int]]:
         """Name and life of each HTTP worker that is up."""

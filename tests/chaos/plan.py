@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-What = Literal["kill", "pair", "again", "hup", "ttin", "ttou"]
+What = Literal["kill", "pair", "again", "hup", "roll", "ttin", "ttou"]
 ROLES = ("tokenizer_worker", "detokenizer", "router", "scheduler", "fork_server")
 SIGNALS = {"KILL": signal.SIGKILL, "ABRT": signal.SIGABRT, "STOP": signal.SIGSTOP}
 # Far enough apart that nobody takes it for a crash loop: five deaths of one part within ten seconds.
 _PAUSE_S = (2.0, 4.0)
-_WEIGHTS: dict[str, float] = {"kill": 10, "pair": 2, "again": 1, "hup": 1, "ttin": 1, "ttou": 1}
+_WEIGHTS: dict[str, float] = {"kill": 10, "pair": 2, "again": 1, "hup": 1, "roll": 1, "ttin": 1, "ttou": 1}
 
 
 class Blow(msgspec.Struct, frozen=True):
@@ -31,7 +31,8 @@ class Act(msgspec.Struct, frozen=True):
     Attributes
     ----------
     what : str
-        `kill` one process, a `pair` at once, or one and its replacement (`again`); or a signal to the launcher.
+        `kill` one process, a `pair` at once, or one and its replacement (`again`); a signal to the launcher (SIGHUP and
+        so on); or SIGHUP with a kill while it is carried out (`roll`).
     blows : list of Blow
         The kills.
     pause : float
@@ -63,5 +64,5 @@ def plan(seed: int, roles: Sequence[str], signals: Sequence[str], others: Sequen
 
     while True:
         what = chosen.choices(whats, [_WEIGHTS[what] for what in whats])[0]
-        blows = [blow() for _ in range({"kill": 1, "again": 1, "pair": 2}.get(what, 0))]
+        blows = [blow() for _ in range({"kill": 1, "again": 1, "roll": 1, "pair": 2}.get(what, 0))]
         yield Act(what, blows, chosen.uniform(*_PAUSE_S))
