@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 FUZZ_SECONDS ?= 600
 
-.PHONY: help install serve test test-all fuzz lint format bench clean
+.PHONY: help install serve test test-all fuzz chaos lint format bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -40,6 +40,9 @@ fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore 
 	-$(BIN)/pip install --quiet --group fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest --timeout=0 -m slow tests/http/test_openapi.py
+
+chaos: $(VENV)/.installed-test  ## kill parts at random under load; ARGS="--seconds 1800 --seed 7"
+	cd tests && PYTHONPATH=system ../$(BIN)/python -m chaos $(ARGS)
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks

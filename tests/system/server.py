@@ -92,7 +92,7 @@ class Server:
         self._process = subprocess.Popen(
             self._command,
             cwd=self.directory,
-            env=_ENVIRONMENT | {"TMPDIR": str(self.directory)},
+            env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,6 +108,9 @@ class Server:
             self._destroy()
             raise
         return self
+
+    def _environment(self) -> dict[str, str]:
+        return _ENVIRONMENT | {"TMPDIR": str(self.directory)}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

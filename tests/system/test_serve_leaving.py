@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from internals import wait_until_nothing_is_held
 from reference import MODEL, ids_of
-from server import LEAVE_S, SIMULATED, Server, engine_args, workers
+from server import LEAVE_S, SIMULATED, STOP_S, Server, engine_args, eventually, workers
 
 # At 5 ms a token these would run for more than half a minute.
 _LONG: dict[str, Any] = {"model": MODEL, "prompt": "a long story", "max_tokens": 8000}
@@ -172,3 +178,155 @@ def test_failure_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None
                 text += chunk.choices[0].text
         assert text
         server.wait_until_idle(LEAVE_S)
+
+
+# At any stage
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "stream": {"stream": True},
+    "whole": {},
+    "choices": {"n": 4, "stream": True},
+    "list": {"prompt": ["one", "two", "three"]},
+}
+# Seconds that a client stays; None: until its answer has begun.
+_STAYS = [0.0, 0.001, 0.005, 0.02, None]
+_AT_ONCE = 200
+_EACH = 4
+# A worker keeps some memory of its busiest moments; a request that stays would be a kilobyte at least.
+_FLAT_MB = 4.0
+
+
+def _leave(server: Server, stay: float | None, **body: Any) -> None:
+    """Ask for a long answer, and go away after a while, or with the first piece of a stream."""
+    with contextlib.closing(server.begin("/v1/completions", {**_LONG, **body})) as connection:
+        if stay is not None:
+            time.sleep(stay)
+        elif body.get("stream"):
+            assert connection.sock.recv(4096)
+        else:
+            server.wait_for_load(1 if "prompt" not in body else 3)
+
+
+@pytest.mark.parametrize("stay", _STAYS, ids=["0 ms", "1 ms", "5 ms", "20 ms", "begun"])
+def test_client_may_leave_at_any_stage(stay: float | None, either: Server) -> None:
+    for body in _EACH * list(_KINDS.values()):
+        _leave(either, stay, **body)
+        if stay is None:
+            either.wait_until_idle(LEAVE_S)
+    # What was sent last is noticed last: the next request comes after it.
+    either.openai.completions.create(model=MODEL, prompt="hello", max_tokens=1)
+    wait_until_nothing_is_held(either, LEAVE_S)
+
+
+def test_200_clients_may_leave_at_once(either: Server) -> None:
+    kinds = list(_KINDS.values())
+    with contextlib.ExitStack() as connections:
+        for i in range(_AT_ONCE):
+            body = {**_LONG, **kinds[i % len(kinds)]}
+            connections.enter_context(contextlib.closing(either.begin("/v1/completions", body)))
+        eventually(lambda: sum(either.load()) >= _AT_ONCE, STOP_S, "they are all in the engine, or wait for it")
+    wait_until_nothing_is_held(either, LEAVE_S)
+
+
+def _rss_mb(server: Server) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, pid in server.titles().items():
+        (line,) = [s for s in Path(f"/proc/{pid}/status").read_text().splitlines() if s.startswith("VmRSS")]
+        found[name] = int(line.split()[1]) / 1024
+    return found
+
+
+@pytest.mark.parametrize("times", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_clients_that_leave(times: int) -> None:
+    with Server(*SIMULATED, *engine_args(step_ms=5), *workers(2)) as server:
+
+        def leave(count: int) -> None:
+            kinds = itertools.cycle(itertools.product((0.0, 0.001, 0.005), _KINDS.values()))
+            for stay, body in itertools.islice(kinds, count):
+                _leave(server, stay, **body)
+            server.openai.completions.create(model=MODEL, prompt="hello", max_tokens=1)
+            wait_until_nothing_is_held(server, LEAVE_S)
+
+        leave(500)
+        before = _rss_mb(server)
+        leave(times)
+        grown = {name: size - before[name] for name, size in _rss_mb(server).items()}
+        assert max(grown.values()) < _FLAT_MB, grown
+
+
+# One id for one request at a time
+
+
+def _short(client: openai.OpenAI, request_id: str, tokens: int = 1, **more: Any) -> openai.types.Completion:
+    body = {"request_id": request_id, **more}
+    answer: openai.types.Completion = client.completions.create(
+        model=MODEL, prompt="x", max_tokens=tokens, extra_body=body
+    )
+    return answer
+
+
+def test_of_two_requests_with_one_id_at_once_one_is_refused(multi: Server) -> None:
+    with multi.connection_to(1) as one, multi.connection_to(2) as other:
+        for i in range(10):
+            start = threading.Barrier(2)
+            ends: list[str] = []
+
+            def call(client: httpx.Client, request_id: str, start: threading.Barrier, ends: list[str]) -> None:
+                start.wait(STOP_S)
+                try:
+                    ends.append(_short(multi.openai_over(client), request_id, tokens=100).id)
+                except openai.BadRequestError as error:
+                    assert request_id in str(error)
+                    ends.append("refused")
+
+            callers = [threading.Thread(target=call, args=(c, f"both-{i}", start, ends)) for c in (one, other)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join(STOP_S)
+            assert sorted(ends) == [f"both-{i}", "refused"]
+
+
+def test_id_may_be_used_again_once_its_request_has_ended_in_any_way() -> None:
+    poison = ids_of(" poison")[0]
+    parts = [*engine_args(step_ms=5, fail_on_id=poison), *workers(2)]
+    with Server(*SIMULATED, *parts) as server:
+        with server.connection_to(1) as one, server.connection_to(2) as other:
+            first, second = server.openai_over(one), server.openai_over(other)
+            mine = {"request_id": "mine"}
+
+            def is_free() -> bool:
+                # An abort takes a step or two to arrive.
+                with contextlib.suppress(openai.BadRequestError):
+                    return _short(second, "mine").id == "mine"
+                return False
+
+            # Finished.
+            assert _short(first, "mine").id == "mine"
+            assert _short(second, "mine").id == "mine"
+            # Refused before it came to the engine, and failed in it.
+            for wrong in ({"temperature": 9}, {"prompt": "a poison"}):
+                with pytest.raises(openai.APIStatusError):
+                    first.completions.create(**{**_LONG, **wrong}, extra_body=mine)
+                assert _short(second, "mine").id == "mine"
+            # Ended by a stop string, in the detokenizer: the scheduler hears of it from the owner.
+            first.completions.create(**_LONG, stop="story", extra_body=mine)
+            eventually(is_free, LEAVE_S, "the id is free after a stop string")
+            # Aborted by somebody.
+            stream = first.completions.create(**_LONG, stream=True, extra_body=mine)
+            next(stream)
+            assert other.post("/abort_request", json={"rid": "mine"}).status_code == 200
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "abort"
+            eventually(is_free, LEAVE_S, "the id is free after an abort")
+        # Left.
+        _leave(server, None, stream=True, request_id="mine")
+        with server.connection_to(2) as other:
+            second = server.openai_over(other)
+            eventually(is_free, LEAVE_S, "the id is free when its client has left")
+            # With its worker.
+            with server.connection_to(1) as one:
+                stream = server.openai_over(one).completions.create(**_LONG, stream=True, extra_body=mine)
+                next(stream)
+                server.kill("tokenizer_worker:1")
+                eventually(is_free, LEAVE_S, "the id is free when its worker has died")
+        wait_until_nothing_is_held(server, LEAVE_S)

@@ -158,7 +158,6 @@ class HttpExchange:
         self.on_writable: Callable[[], None] | None = None
         self.on_cut: Callable[[RequestError], None] | None = None
         self.request_id: str | None = None
-        self.tenant = 0
         self._active = False
         self._breather = BREATHER
         self._rest: memoryview[int] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import cast
 
@@ -44,6 +45,9 @@ def bind_pull(endpoint: str, listen_fd: int | None = None) -> zmq.Socket[bytes]:
     if listen_fd is not None:
         socket.setsockopt(zmq.USE_FD, listen_fd)
     socket.bind(endpoint)
+    if listen_fd is None:
+        # The launcher's are made so.
+        os.chmod(endpoint.removeprefix("ipc://"), 0o600)
     return socket
 
 

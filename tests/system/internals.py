@@ -1,0 +1,85 @@
+"""What the parts of a running server hold, asked for by their own messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+from server import STOP_S, Server, eventually
+
+from multitok.config import PortArgs
+from multitok.ipc.sender_wrapper import SenderWrapper
+from multitok.ipc.sockets import bind_pull, connect_push
+from multitok.launcher.shared_memory import read_from_shared_memory
+from multitok.messages.codec import FrameDecoder
+from multitok.messages.to_scheduler import GetInternalStateReq
+from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
+
+# No worker's: they begin with w and a number.
+_ADDRESS = "test"
+
+
+class _Sender:
+    """Sends to where requests go in, as an owner does."""
+
+    def __init__(self, ports: PortArgs) -> None:
+        addresses = [ports.router_ipc_name] if ports.router_ipc_name is not None else ports.scheduler_ipc_names
+        self.sockets = [connect_push(ports.endpoint(address)) for address in addresses]
+
+    def send_frames(self, frames: list[bytes | bytearray]) -> None:
+        for socket in self.sockets:
+            socket.send_multipart(frames)
+
+
+@contextmanager
+def _asking(server: Server) -> Iterator[tuple[PortArgs, SenderWrapper, zmq.Socket[bytes]]]:
+    (block,) = [name for name in server.blocks() if name.endswith("-port_args")]
+    ports = read_from_shared_memory(block, PortArgs)
+    inbox = bind_pull(ports.endpoint(_ADDRESS))
+    sender = _Sender(ports)
+    try:
+        yield ports, SenderWrapper(sender, _ADDRESS, ports.start_token), inbox
+    finally:
+        for socket in [inbox, *sender.sockets]:
+            socket.close()
+        Path(ports.runtime_dir, _ADDRESS).unlink(missing_ok=True)
+
+
+def internal_states(server: Server) -> list[GetInternalStateReqOutput]:
+    """Return what each scheduler says of itself."""
+    with _asking(server) as (ports, sender, inbox):
+        sender.send(GetInternalStateReq(number=1))
+        decoder: FrameDecoder[ToTokenizer] = FrameDecoder(ports.start_token, ToTokenizer)
+        states: list[GetInternalStateReqOutput] = []
+        while len(states) < len(ports.scheduler_ipc_names):
+            assert inbox.poll(int(STOP_S * 1000)), "a scheduler does not answer"
+            (frame,) = inbox.recv_multipart()
+            assert decoder.is_ours(frame)
+            state = decoder.decode(frame)
+            # A part may be owed other news, as every owner is.
+            if isinstance(state, GetInternalStateReqOutput):
+                states.append(state)
+        return states
+
+
+def wait_until_nothing_is_held(server: Server, within: float) -> None:
+    """Wait until no table of a scheduler or of an HTTP worker has a request in it."""
+
+    def empty() -> bool:
+        states = internal_states(server)
+        return not any(state.running or state.queued or state.unacknowledged for state in states)
+
+    server.wait_until_idle(within)
+    eventually(empty, within, "the schedulers have forgotten all requests")
+    for name, figures in server.processes().items():
+        role, _, worker = name.partition(":")
+        if role != "tokenizer_worker":
+            continue
+        with server.connection_to(int(worker), life=figures["life"]) as client:
+            eventually(
+                lambda client=client: not client.get("/server_info").json()["worker"]["running_requests"],
+                within,
+                f"{name} has forgotten all requests",
+            )
