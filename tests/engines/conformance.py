@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from multitok.engines.base import Engine, EngineOutput, EngineRefusal
+from multitok.engines.base import Engine, EngineOutput, EngineRefusal, params_left
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import SamplingParams
 
@@ -20,6 +20,25 @@ def pack(ids) -> bytes:
 
 def greedy(max_new_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
+
+
+# For each field that `EngineInfo.resumable` may name, values that make a difference in an undisturbed run; None is the
+# stop id, which comes as the 14th id if not before.
+RESUMED = {
+    "max_new_tokens": {},
+    "min_new_tokens": {"min_new_tokens": 18, "stop_token_ids": None},
+    "temperature": {"temperature": 0.8, "seed": 7},
+    "top_p": {"top_p": 0.5},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.3},
+    "seed": {"seed": 11},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "stop_token_ids": {"stop_token_ids": None},
+    "ignore_eos": {"ignore_eos": True},
+    "logprobs": {"logprobs": 0},
+}
 
 
 @dataclass
@@ -40,9 +59,9 @@ class Driver:
         self.aborted: set[int] = set()
         self._next = random.Random(1).getrandbits(48) << 16
 
-    def add(self, ids, params: SamplingParams) -> int:
+    def add(self, ids, params: SamplingParams, resumed: int = 0) -> int:
         self._next += 1
-        self.engine.add_request(self._next, pack(ids), params)
+        self.engine.add_request(self._next, pack(ids), params, resumed=resumed)
         self.results[self._next] = Result()
         return self._next
 
@@ -262,6 +281,33 @@ class EngineConformance:
         numbers = [driver.add(prompts[i % 4], params) for i in range(200)]
         driver.until_idle()
         assert [driver.results[number].ids for number in numbers] == [alone[i % 4] for i in range(200)]
+
+    def test_a_resumed_request_gets_the_rest_of_an_undisturbed_run(self, driver, engine, prompts):
+        """At several cuts for each field that the engine names, and for all of them together."""
+        named = engine.info.resumable
+        assert set(named) <= set(RESUMED)
+        wanted = [RESUMED[name] for name in named]
+        together = {field: value for fields in wanted for field, value in fields.items()}
+        self.check_resumption(driver, prompts[:4], [*wanted, *([together] if named else [])])
+
+    def check_resumption(self, driver, prompts, wanted):
+        most = self.new_tokens
+        free = driver.run(*((prompt, greedy(most, ignore_eos=True)) for prompt in prompts))
+        runs = []
+        for fields in wanted:
+            for prompt, result in zip(prompts, free, strict=True):
+                given = {"temperature": 0.0, **fields}
+                if "stop_token_ids" in given:
+                    given["stop_token_ids"] = [result.ids[13]]
+                runs.append((prompt, SamplingParams(max_new_tokens=most, **given)))
+        for (prompt, params), whole in zip(runs, driver.run(*runs), strict=True):
+            cuts = [cut for cut in (1, 2, 7, 13, 18, len(whole.ids) - 1) if cut < len(whole.ids)]
+            numbers = [driver.add(prompt + whole.ids[:cut], params_left(params, cut), resumed=cut) for cut in cuts]
+            driver.until_idle()
+            for cut, rest in zip(cuts, (driver.results[number] for number in numbers), strict=True):
+                assert rest.ids == whole.ids[cut:], (params, cut)
+                assert rest.finish == whole.finish
+                assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-3)
 
     def test_an_empty_prompt_is_refused(self, driver):
         with pytest.raises(EngineRefusal) as refusal:

@@ -222,6 +222,8 @@ class TestOpenVINO(EngineConformance):
         info = engine.info
         assert (info.name, info.task, info.simulated, info.top_logprobs) == ("openvino", "generate", False, 0)
         assert "logit_bias" not in info.sampling
+        assert {"repetition_penalty", "min_new_tokens"} < set(info.resumable) < set(info.sampling)
+        assert not {"temperature", "presence_penalty", "frequency_penalty", "grammar"} & set(info.resumable)
         assert info.version.startswith("20")
 
     def test_load_counts_what_runs(self, driver, engine, prompts):
@@ -262,6 +264,13 @@ def test_a_small_kv_cache_limits_the_context_and_preempts_and_leaks_nothing(smol
     del driver, engine
     output = capfd.readouterr()
     assert "leaked" not in output.out + output.err
+
+
+@pytest.mark.parametrize("option", [{"kv_cache_precision": "u8"}, {"dynamic_quantization": 32}])
+def test_an_engine_that_rounds_resumes_nothing(smollm2_file, option):
+    engine = load(smollm2_file, kv_cache_tokens=64, **option)
+    assert engine.info.resumable == []
+    engine.shutdown()
 
 
 def test_when_the_kv_cache_runs_full_the_request_ends_with_an_error(smollm2_file):

@@ -19,7 +19,7 @@ import openvino_genai as genai
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
 from multitok.engines.openvino_errors import error_text
 from multitok.engines.openvino_grammar import GrammarGate
-from multitok.engines.openvino_sampling import SAMPLING, generation_config
+from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import Grammar, SamplingParams
@@ -144,6 +144,7 @@ class OpenVINOEngine:
             sampling=SAMPLING,
             grammars=GRAMMARS,
             max_running_requests=config.max_num_seqs,
+            resumable=RESUMABLE if exact and _is_exact(properties) else [],
         )
         self._unchecked: dict[int, _Unchecked] = {}
         self._grammars = GrammarGate(str(model_path), vocab_size)
@@ -161,8 +162,8 @@ class OpenVINOEngine:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
-        """Take a request; see `Engine.add_request`."""
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+        """Take a request; `resumed` makes no difference here. See `Engine.add_request`."""
         if number in self._live or number in self._unchecked:
             raise ValueError(f"request {number} is in the engine already")
         self._check_prompt(np.frombuffer(input_ids, dtype=np.int32), params)
@@ -302,6 +303,12 @@ class OpenVINOEngine:
         if reason == genai.GenerationFinishReason.LENGTH:
             return FinishReason("length")
         return FinishReason("stop", matched=output_ids[-1] if output_ids else None)
+
+
+def _is_exact(properties: dict[str, Any]) -> bool:
+    """Whether ids worked on together, as a prompt, give what they gave one by one."""
+    precisions = (properties["KV_CACHE_PRECISION"], properties["INFERENCE_PRECISION_HINT"])
+    return precisions == ("f32", "f32") and not properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 
 
 def _grammar_problem(grammar: Grammar, problem: str) -> str:
