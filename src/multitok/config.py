@@ -13,6 +13,7 @@ from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+_HIDDEN = "(hidden)"
 
 
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,6 +126,14 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Whether there are several HTTP workers, and so a router."""
         return self.tokenizer_worker_num > 1
 
+    def without_keys(self) -> ServerArgs:
+        """Return these options as they may be shown: with a mark in place of each key."""
+        return msgspec.structs.replace(
+            self,
+            api_key=[_HIDDEN] * len(self.api_key),
+            admin_api_key=_HIDDEN if self.admin_api_key is not None else None,
+        )
+
 
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parts of one start meet, and which part this process is.
@@ -149,6 +158,8 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         Input address of each detokenizer; empty when owners decode for themselves.
     index, life : int
         Which one of its role this process is, and which life of it.
+    slot : int
+        Of an HTTP worker its place on the load board.
     channel_fd : int
         Descriptor of this process's channel to the launcher.
     listen_fds : dict of str to int
@@ -165,6 +176,7 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     detokenizer_ipc_names: list[str]
     index: int = 0
     life: int = 1
+    slot: int = 0
     channel_fd: int = -1
     listen_fds: dict[str, int] = {}
 

@@ -99,13 +99,15 @@ class HttpServer:
         self._acceptor = Acceptor(self._socket, self._slot, lambda: DirectHttpProtocol(config, state, {}, loop))
         self._acceptor.start()
 
-    async def drain(self, timeout: float) -> tuple[int, int]:
+    async def drain(self, timeout: float, rolling: bool = False) -> tuple[int, int]:
         """Stop accepting, let running requests finish, tell the rest, close every connection.
 
         Parameters
         ----------
         timeout : float
             Seconds that running requests get.
+        rolling : bool
+            Other workers go on serving.
 
         Returns
         -------

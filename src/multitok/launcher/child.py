@@ -82,9 +82,9 @@ def begin(role: str, server_args: ServerArgs, port_args: PortArgs, launcher_pid:
     """Make this process a part: its title, its signals, its end with the launcher, its log."""
     name = part_name(role, port_args.index)
     setproctitle.setproctitle(f"multitok::{name}")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The launcher says when to go; an HTTP worker takes SIGTERM as its own drain.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The launcher says when to go, whoever else gets its signals; an HTTP worker takes SIGTERM as its own drain.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, _launcher_died)
     # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up.
     kill_itself_when_parent_died(launcher_pid, signal.SIGKILL if role == "scheduler" else signal.SIGUSR2)
@@ -127,14 +127,19 @@ def _run_fork_server(
     def worker_main(order: Fork, fds: list[int]) -> int:
         channel_fd, http_fd = fds
         worker_args = msgspec.structs.replace(
-            port_args, index=order.index, life=order.life, channel_fd=channel_fd, listen_fds={"http": http_fd}
+            port_args,
+            index=order.index,
+            life=order.life,
+            slot=order.slot,
+            channel_fd=channel_fd,
+            listen_fds={"http": http_fd},
         )
         begin("tokenizer_worker", server_args, worker_args, launcher_pid)
         return guarded(
             lambda: run_http_process(server_args, worker_args, files, board, tools), worker_args, runtime_dir
         )
 
-    run_fork_server(channel, worker_main)
+    run_fork_server(channel, worker_main, _beat_of("fork_server", server_args, port_args, board))
 
 
 def _beat_of(role: str, server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> Callable[[], None]:

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +17,7 @@ from multitok.messages.to_child import ToChild
 from multitok.messages.to_launcher import ToLauncher
 
 _MAX_PACKET = 65536
+STOPPED = "is stopped (state T)"
 
 
 def make_channel() -> tuple[socket.socket, socket.socket]:
@@ -40,20 +43,36 @@ class ChildProcess:
         A child of this process; reaped here.
     channel : socket
         The launcher's end.
+    slot : int or None
+        Its line on the load board, among those of its role; None: its index.
 
     Attributes
     ----------
-    ready : bool
-        It has said so.
+    started_at, ready_at : float
+        When it began, and when it said that it is ready; None until then.
+    draining : bool
+        An HTTP worker that was told to finish and go.
+    hung : str or None
+        How it hung, in words, when it was killed for that.
+    exit_status : int or None
+        Once it is reaped; minus the signal's number when it died of one.
     failure : tuple of (str, int) or None
         What it said before it ended: message and exit status.
     """
 
-    def __init__(self, role: str, index: int, life: int, pid: int, channel: socket.socket) -> None:
+    def __init__(
+        self, role: str, index: int, life: int, pid: int, channel: socket.socket, slot: int | None = None
+    ) -> None:
         self.role, self.index, self.life, self.pid = role, index, life, pid
-        self.ready = False
+        self.slot = index if slot is None else slot
+        self.started_at = time.monotonic()
+        self.ready_at: float | None = None
+        self.draining = False
+        self.hung: str | None = None
+        self.exit_status: int | None = None
         self.failure: tuple[str, int] | None = None
         self.channel = channel
+        self._unsent: deque[bytes] = deque()
         channel.setblocking(False)
         self.pidfd = os.pidfd_open(pid)
         self._decoder: msgspec.msgpack.Decoder[ToLauncher] = msgspec.msgpack.Decoder(ToLauncher)
@@ -94,16 +113,49 @@ class ChildProcess:
         return cls(role, index, life, process.pid, ours)
 
     @property
+    def part(self) -> tuple[str, int]:
+        """Role and index: what its lives have in common."""
+        return self.role, self.index
+
+    @property
     def name(self) -> str:
         """Role and index, as in the process title."""
         return part_name(self.role, self.index)
 
+    @property
+    def ready(self) -> bool:
+        """Whether it has said that it is ready."""
+        return self.ready_at is not None
+
     def send(self, message: ToChild, fds: Sequence[int] = ()) -> None:
-        """Send a message, with descriptors; one that is ending doesn't get it."""
+        """Send a message; one that is ending doesn't get it, and one that reads late gets it late.
+
+        Parameters
+        ----------
+        message : ToChild
+            The message.
+        fds : sequence of int
+            Descriptors that go with it; such a message is not kept for a child that reads late.
+        """
+        if not fds:
+            self._unsent.append(msgspec.msgpack.encode(message))
+            self.send_rest()
+            return
         try:
             socket.send_fds(self.channel, [msgspec.msgpack.encode(message)], fds)
         except OSError:
             return
+
+    def send_rest(self) -> None:
+        """Send what the channel had no room for."""
+        try:
+            while self._unsent:
+                self.channel.send(self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()
 
     def receive(self) -> list[ToLauncher]:
         """Return the messages that have arrived."""
@@ -123,7 +175,12 @@ class ChildProcess:
 
     def reap(self) -> str:
         """Collect an ended child; returns how it ended, in words."""
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        status = self.exit_status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         os.close(self.pidfd)
         self.channel.close()
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    @property
+    def was_killed_from_outside(self) -> bool:
+        """Whether it ended because somebody wanted it to; known once it is reaped."""
+        return self.exit_status in (0, -signal.SIGKILL) and self.hung in (None, STOPPED)

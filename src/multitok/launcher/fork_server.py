@@ -19,10 +19,13 @@ from multitok.messages.to_launcher import Forked, Ready
 
 _log = logging.getLogger(__name__)
 
+# How long the loop waits at most before it says that it goes round.
+_BEAT_S = 1.0
+
 WorkerMain = Callable[[Fork, list[int]], int]
 
 
-def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain) -> None:
+def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain, beat: Callable[[], None]) -> None:
     """Fork HTTP workers until the launcher says stop.
 
     Parameters
@@ -31,6 +34,8 @@ def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain) -> None:
         To the launcher.
     worker_main : callable
         Runs a worker in its process, with what to be and its descriptors; returns the exit status.
+    beat : callable
+        Called at least every second while the loop goes round.
 
     Raises
     ------
@@ -42,11 +47,13 @@ def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain) -> None:
     gc.freeze()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         _log.error("%d threads run in the fork server; workers may hang", threads)
+    beat()
     channel.send(Ready())
     with selectors.DefaultSelector() as selector:
         selector.register(channel.fileno(), selectors.EVENT_READ)
         while True:
-            selector.select()
+            selector.select(_BEAT_S)
+            beat()
             for message, fds in channel.receive_with_fds():
                 if isinstance(message, Stop):
                     return

@@ -111,7 +111,7 @@ async def _serve(
         server_args,
         manager,
         socket.socket(fileno=port_args.listen_fds["http"]),
-        board.slot("tokenizer_worker", port_args.index),
+        board.slot("tokenizer_worker", port_args.slot),
     )
     tools.backend.warm_up()
     manager.start()
@@ -122,8 +122,11 @@ async def _serve(
     while not (order is None or isinstance(order, Drain | Stop)):
         order = await orders.next()
     # At a stop clients are told, too: it is a drain without time.
-    timeout = 0.0 if isinstance(order, Stop) else order.timeout if order else server_args.drain_timeout
-    drain = asyncio.ensure_future(server.drain(timeout))
+    if isinstance(order, Stop):
+        order = Drain(0.0)
+    elif order is None:
+        order = Drain(server_args.drain_timeout, rolling=True)
+    drain = asyncio.ensure_future(server.drain(order.timeout, order.rolling))
     hurry = asyncio.ensure_future(_hurry_on_stop(orders, server))
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
     if hurry.done():
@@ -180,5 +183,7 @@ def _figures(server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> 
     parts += [("detokenizer", i) for i in range(len(port_args.detokenizer_ipc_names))]
     if port_args.router_ipc_name is not None:
         parts.append(("router", 0))
-    parts += [("tokenizer_worker", i + 1) for i in range(server_args.tokenizer_worker_num)]
-    return {f"{role}:{index}": board.figures(role, index) for role, index in parts}
+    # Those of the start, up or not, and those that were added.
+    workers = {*range(1, server_args.tokenizer_worker_num + 1), *board.worker_indexes()}
+    parts += [("tokenizer_worker", index) for index in sorted(workers)]
+    return {f"{role}:{index}": board.figures(role, index) | {"pid": board.pid(role, index)} for role, index in parts}

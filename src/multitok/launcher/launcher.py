@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
+import enum
 import logging
-import os
-import secrets
 import selectors
-import signal
-import socket
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from multitok import __version__
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
-from multitok.launcher.child_process import ChildProcess, make_channel, part_name
-from multitok.launcher.listen import bind_http, listen_http, listen_unix
-from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.children import DETOKENIZER, FORK_SERVER, ROUTER, SCHEDULER, WORKER, Announcer, Children
+from multitok.launcher.hang_watch import CHECK_S, HangWatch
+from multitok.launcher.http_workers import HttpWorkers
+from multitok.launcher.listen import listen_http
 from multitok.launcher.parent_death import adopt_orphans
+from multitok.launcher.restart_policy import CRASH_LIMIT, RestartPolicy
 from multitok.launcher.runtime_dir import RuntimeDir, remove_abandoned
-from multitok.launcher.shared_memory import SharedBlock, block_name, write_to_shared_memory
-from multitok.messages.numbers import owner_address
+from multitok.launcher.shared_state import SharedState
+from multitok.launcher.signals import Signals
+from multitok.launcher.timers import Timers
+from multitok.launcher.worker_changes import WorkerChanges
 from multitok.messages.protocol import protocol_hash
-from multitok.messages.to_child import Drain, Fork, OwnerDied, OwnerStarted, Start, Stop, ToChild
+from multitok.messages.to_child import Drain, Start, Stop
 from multitok.messages.to_launcher import Drained, Failed, Forked, Hello, Ready, ToLauncher
 from multitok.tokenizer.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
 
-WORKER = "tokenizer_worker"
-SCHEDULER = "scheduler"
-FORK_SERVER = "fork_server"
 # Seconds that a part gets to exit after Stop; an engine finishes its step in them.
 _STOP_TIMEOUT_S = 15.0
-# A worker that dies this often within this many seconds won't get better by trying again.
-_CRASH_LIMIT, _CRASH_WINDOW_S = 5, 10.0
 
 
 class StartError(Exception):
@@ -56,12 +52,20 @@ class StartError(Exception):
         self.status = status
 
 
+class _Phase(enum.Enum):
+    STARTING = enum.auto()
+    SERVING = enum.auto()
+    DRAINING = enum.auto()
+    STOPPING = enum.auto()
+
+
 class Launcher:
     """Creates what the parts share, starts them, waits until they are ready, supervises, drains and cleans up.
 
-    It owns the HTTP socket, the unix sockets of all fixed addresses, the shared blocks and the runtime directory. Each
-    child has a channel: hello, ready and failure come from it, deaths and orders go to it. One loop over channels,
-    process descriptors and signals; no threads, no ZeroMQ.
+    Each child has a channel: hello, ready and failure come from it, deaths and orders go to it. One loop over channels,
+    process descriptors, signals and timers; no threads, no ZeroMQ. What it knows lies with `SharedState` (sockets,
+    blocks), `Children` and `Announcer` (who lives, who is told), `HttpWorkers` and `WorkerChanges` (which workers there
+    should be), `RestartPolicy` (when a part that has died begins its next life) and `HangWatch` (who counts as dead).
 
     Parameters
     ----------
@@ -74,43 +78,38 @@ class Launcher:
     def __init__(self, server_args: ServerArgs, files: ModelFiles) -> None:
         self._args = server_args
         self._files = files
-        self._children: dict[tuple[str, int], ChildProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._signals, self._signal_writer = socket.socketpair()
-        self._received: list[signal.Signals] = []
-        # Workers that the fork server has not made yet: life, and both ends of the channel.
-        self._forking: dict[int, tuple[int, socket.socket, socket.socket]] = {}
+        self._timers = Timers()
+        self._signals = Signals()
+        self._children = Children(self._selector, self._hear, self._bury)
+        self._policy = RestartPolicy()
         self._engine_infos: dict[int, EngineInfo] = {}
-        self._info_block: SharedBlock | None = None
-        self._blocks: list[SharedBlock] = []
-        self._deaths: list[float] = []
+        self._info_block: str | None = None
         self._finished = self._cut = 0
-        self._was_ready = self._stopping = self._draining = False
+        self._phase = _Phase.STARTING
+        # Why the server has to end, and with which exit status.
+        self._failure: str | None = None
         self._status = 0
 
     # Life
 
     def run(self) -> int:
         """Serve until told to stop; returns the exit status."""
-        self._watch_signals()
+        self._signals.watch(self._selector)
         adopt_orphans()
         remove_abandoned()
-        self._runtime_dir = RuntimeDir.create()
+        runtime_dir = RuntimeDir.create()
         try:
-            self._open_sockets()
-            self._share_state()
-            self.start_children()
+            self._shared = SharedState(self._args, self._files, runtime_dir)
+            self.start_children(runtime_dir)
             try:
                 self.wait_until_ready()
             except StartError as error:
-                if self._received:
-                    _log.info("%s: stopped while starting", self._received[0].name)
+                if self._signals.to_end:
+                    _log.info("%s: stopped while starting", self._signals.to_end[0].name)
                 else:
                     _log.error("%s", error)
                     self._status = error.status
-                # One that is loading hears nothing until it is done, and has nothing to lose.
-                for child in self._late():
-                    child.kill()
                 self._stop_at_once()
                 return self._status
             self.supervise()
@@ -121,20 +120,35 @@ class Launcher:
             self._stop_at_once()
             return 1
         finally:
-            self._clean_up()
+            runtime_dir.remove()
 
-    def start_children(self) -> None:
+    def start_children(self, runtime_dir: RuntimeDir) -> None:
         """Start every part, all at once; they wait for each other where they need to."""
         self._started_at = time.monotonic()
-        for rank, address in enumerate(self._ports.scheduler_ipc_names):
-            self._start(SCHEDULER, rank, 1, [address])
-        for index, address in enumerate(self._ports.detokenizer_ipc_names):
-            self._start("detokenizer", index, 1, [address])
-        if self._ports.router_ipc_name is not None and self._ports.control_ipc_name is not None:
-            self._start("router", 0, 1, [self._ports.router_ipc_name, self._ports.control_ipc_name])
-        self._start(FORK_SERVER, 0, 1, [])
-        for index in range(1, self._args.tokenizer_worker_num + 1):
-            self._fork_worker(index, 1)
+        ports = self._shared.ports
+        self._board = self._shared.board
+        self._announcer = Announcer(self._children, runtime_dir.path)
+        self._hang_watch = HangWatch(self._board, self._args.start_timeout, self._started_at)
+        self._timers.call_later(CHECK_S, self._check)
+        self._workers = HttpWorkers(
+            self._args.tokenizer_worker_num,
+            self._children,
+            self._board,
+            self._shared.http_socket,
+            self._timers,
+            drain_timeout=self._args.drain_timeout,
+            exit_timeout=_STOP_TIMEOUT_S,
+            on_made=self._send_start,
+        )
+        self._changes = WorkerChanges(self._workers, self._args.multi)
+        for rank in range(len(ports.scheduler_ipc_names)):
+            self._start(SCHEDULER, rank)
+        for index in range(len(ports.detokenizer_ipc_names)):
+            self._start(DETOKENIZER, index)
+        if self._args.multi:
+            self._start(ROUTER, 0)
+        self._start(FORK_SERVER, 0)
+        self._workers.make_all()
 
     def wait_until_ready(self) -> None:
         """Wait until all parts have said that they are ready.
@@ -145,18 +159,17 @@ class Launcher:
             One can't start, or takes too long, or a signal came.
         """
         deadline = self._started_at + self._args.start_timeout
-        while self._forking or not all(child.ready for child in self._children.values()):
+        while self._workers.ordered() or self._children.late():
             self._turn(deadline - time.monotonic())
-            if self._received:
+            if self._signals.to_end:
                 raise StartError("stopped while starting")
-            if self._stopping:
+            if self._failure is not None:
                 raise StartError(self._failure, self._status)
             if time.monotonic() > deadline:
-                late = ", ".join([part_name(WORKER, i) for i in self._forking] + [c.name for c in self._late()])
+                late = ", ".join(self._workers.ordered() + [child.name for child in self._children.late()])
                 raise StartError(f"not ready after {self._args.start_timeout:g} s: {late}")
-        self._board.set_ready(True)
-        self._was_ready = True
-        host, port = self._http_socket.getsockname()[:2]
+        self._enter(_Phase.SERVING)
+        host, port = self._shared.http_socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info(
             "multitok %s is ready after %.1f s: http://%s:%d, model %s, %d HTTP worker(s), %d detokenizer(s), "
@@ -173,39 +186,44 @@ class Launcher:
         )
 
     def supervise(self) -> None:
-        """Keep the HTTP workers alive, until a signal or the death of another part."""
-        while not self._received and not self._stopping:
+        """Keep all parts alive, until a signal to end or until one keeps dying."""
+        while not self._signals.to_end and self._failure is None:
+            for number in self._signals.take_changes():
+                self._changes.ask(number)
             self._turn(None)
 
     def drain(self) -> None:
         """Let the HTTP workers finish what runs, then stop the rest; a second signal ends everything at once."""
-        self._board.set_ready(False)
-        if self._stopping:
+        self._enter(_Phase.DRAINING)
+        if self._failure is not None:
             return self._stop_at_once()
-        _log.info("%s: draining, at most %g s", self._received[0].name, self._args.drain_timeout)
-        self._stopping = self._draining = True
-        self._http_socket.close()
-        for child in self._workers():
-            child.send(Drain(self._args.drain_timeout))
-        # A worker ends by itself at its limit; one that doesn't is stopped soon after.
+        _log.info("%s: draining, at most %g s", self._signals.to_end[0].name, self._args.drain_timeout)
+        self._workers.close()
+        self._shared.http_socket.close()
+        for worker in self._children.of(WORKER):
+            worker.draining = True
+            worker.send(Drain(self._args.drain_timeout))
+        # A worker ends by itself at its limit; one that doesn't is stopped soon after. What it waits for is kept alive.
         self._wait_for_exit(
-            self._workers,
+            lambda: self._children.of(WORKER),
             self._args.drain_timeout + _STOP_TIMEOUT_S,
-            lambda: len(self._received) > 1 or self._status != 0,
+            lambda: len(self._signals.to_end) > 1 or self._failure is not None,
         )
-        self._draining = False
         self._stop_at_once()
         _log.info("stopped: %d request(s) finished while draining, %d cut", self._finished, self._cut)
 
     def _stop_at_once(self) -> None:
         """End all parts in order: owners first, so that nobody waits for an answer that can't come."""
-        self._stopping = True
-        for child in self._workers():
+        self._phase = _Phase.STOPPING
+        # One that is loading hears nothing until it is done, and has nothing to lose.
+        for child in self._children.late():
+            child.kill()
+        for child in self._children.of(WORKER):
             child.send(Stop())
-        self._wait_for_exit(self._workers, _STOP_TIMEOUT_S)
-        for child in self._children.values():
+        self._wait_for_exit(lambda: self._children.of(WORKER), _STOP_TIMEOUT_S)
+        for child in self._children.all():
             child.send(Stop())
-        self._wait_for_exit(lambda: list(self._children.values()), _STOP_TIMEOUT_S)
+        self._wait_for_exit(self._children.all, _STOP_TIMEOUT_S)
 
     def _wait_for_exit(
         self,
@@ -222,117 +240,59 @@ class Launcher:
                 deadline += timeout
             self._turn(deadline - time.monotonic())
 
-    def _clean_up(self) -> None:
-        for block in self._blocks:
-            block.remove()
-        self._runtime_dir.remove()
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._say_whether_ready()
 
-    # What the parts share
+    def _say_whether_ready(self) -> None:
+        serving = self._phase is _Phase.SERVING
+        self._board.set_ready(serving and any(child.ready for child in self._children.of(SCHEDULER)))
 
-    def _open_sockets(self) -> None:
-        args = self._args
-        try:
-            self._http_socket = bind_http(args.host, args.port)
-        except OSError as error:
-            raise OSError(f"can't listen on {args.host} port {args.port}: {error.strerror}") from error
-        multi = args.multi
-        self._ports = PortArgs(
-            runtime_dir=self._runtime_dir.path,
-            start_token=secrets.token_bytes(8),
-            tokenizer_file=self._files.tokenizer_file,
-            vocab_size=self._files.vocab_size,
-            router_ipc_name="router" if multi else None,
-            control_ipc_name="control" if multi else None,
-            scheduler_ipc_names=[f"s{rank}" for rank in range(args.data_parallel_size)],
-            detokenizer_ipc_names=[f"d{index}" for index in range(args.detokenizer_worker_num)],
-        )
-        fixed = [*self._ports.scheduler_ipc_names, *self._ports.detokenizer_ipc_names]
-        if self._ports.router_ipc_name is not None and self._ports.control_ipc_name is not None:
-            fixed += [self._ports.router_ipc_name, self._ports.control_ipc_name]
-        self._sockets = {a: listen_unix(os.path.join(self._ports.runtime_dir, a)) for a in fixed}
-        self._sockets["http"] = self._http_socket
-
-    def _share_state(self) -> None:
-        args = self._args
-        nonce = self._runtime_dir.nonce
-        sizes = (args.data_parallel_size, args.detokenizer_worker_num, args.tokenizer_worker_num)
-        self._blocks = [
-            write_to_shared_memory(args, block_name(nonce, "server_args")),
-            write_to_shared_memory(self._ports, block_name(nonce, "port_args")),
-            write_to_shared_memory(self._files, block_name(nonce, "model_files")),
-            LoadBoard.create(block_name(nonce, "board"), *sizes),
-        ]
-        self._child_blocks = [block.name for block in self._blocks]
-        self._board = LoadBoard(self._blocks[-1].name, *sizes)
-
-    # Children
-
-    def _workers(self) -> list[ChildProcess]:
-        return [child for child in self._children.values() if child.role == WORKER]
-
-    def _late(self) -> list[ChildProcess]:
-        return [child for child in self._children.values() if not child.ready]
-
-    def _start(self, role: str, index: int, life: int, addresses: list[str]) -> None:
-        sockets = {address: self._sockets[address] for address in addresses}
-        self._watch(ChildProcess.spawn(role, index, life, self._child_blocks, sockets))
-
-    def _watch(self, child: ChildProcess) -> None:
-        self._children[child.role, child.index] = child
-        self._selector.register(child.channel, selectors.EVENT_READ, lambda: self._hear(child))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._bury(child))
-        _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
-
-    def _fork_worker(self, index: int, life: int) -> None:
-        """Have the fork server make a worker, now or when it is ready."""
-        ours, theirs = make_channel()
-        self._forking[index] = (life, ours, theirs)
-        fork_server = self._children.get((FORK_SERVER, 0))
-        if fork_server is not None and fork_server.ready:
-            fork_server.send(Fork(index, life), [theirs.fileno(), self._http_socket.fileno()])
-
-    def _forget_forks(self) -> None:
-        """Ask anew for the workers that a dead fork server may or may not have made.
-
-        One that it has made sees its channel close, and exits; the next has a life, and so an address, of its own.
-        """
-        forking, self._forking = self._forking, {}
-        for index, (life, ours, theirs) in forking.items():
-            ours.close()
-            theirs.close()
-            self._fork_worker(index, life + 1)
-
-    def _reap_strays(self) -> None:
-        """Collect adopted children that this process knows nothing of."""
-        known = {child.pid for child in self._children.values()}
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if ended.si_pid in known:
-                    return
-                os.waitpid(ended.si_pid, 0)
-
-    def _worker_forked(self, message: Forked) -> None:
-        _, ours, theirs = self._forking.pop(message.index)
-        theirs.close()
-        child = ChildProcess(WORKER, message.index, message.life, message.pid, ours)
-        self._watch(child)
-        if self._info_block is not None:
-            child.send(Start(self._info_block.name))
-        if self._stopping:
-            child.send(Stop())
+    # Turns
 
     def _turn(self, timeout: float | None) -> None:
         """Handle what has happened, or wait for something to happen."""
-        for key, _ in self._selector.select(None if timeout is None else max(0.0, timeout)):
+        waits = [max(0.0, seconds) for seconds in (timeout, self._timers.seconds_left()) if seconds is not None]
+        for key, _ in self._selector.select(min(waits, default=None)):
             key.data()
+        self._timers.run_due()
+
+    def _check(self) -> None:
+        """Once a second: kill what hangs, and look after what could not be done at once."""
+        self._timers.call_later(CHECK_S, self._check)
+        children = self._children.all()
+        if self._phase is not _Phase.STOPPING:
+            for child, how in self._hang_watch.find_hung(children, time.monotonic()):
+                _log.warning("%s (pid %d) %s; killed", child.name, child.pid, how)
+                child.hung = how
+                child.kill()
+        for child in children:
+            child.send_rest()
+        if not self._workers.ordered():
+            self._children.reap_strays()
+
+    # Children
+
+    def _start(self, role: str, index: int, life: int = 1) -> None:
+        if self._phase is _Phase.STOPPING:
+            return
+        ports = self._shared.ports
+        addresses = {
+            SCHEDULER: ports.scheduler_ipc_names[index : index + 1],
+            DETOKENIZER: ports.detokenizer_ipc_names[index : index + 1],
+            ROUTER: self._shared.router_addresses,
+            FORK_SERVER: [],
+        }[role]
+        blocks, sockets = self._shared.child_blocks, self._shared.sockets(addresses)
+        child = ChildProcess.spawn(role, index, life, blocks, sockets)
+        self._children.watch(child)
+        _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
 
     def _hear(self, child: ChildProcess) -> None:
-        if self._children.get((child.role, child.index)) is not child:
-            return  # buried in this very turn
         messages = child.receive()
         if not messages:
             # It has closed its end, or is about to be reaped.
-            self._unwatch(child.channel)
+            self._children.stop_listening(child)
         for message in messages:
             self._follow(child, message)
 
@@ -346,101 +306,105 @@ class Launcher:
                         1,
                     )
             case Ready():
-                child.ready = True
-                self._board.set_life(child.role, child.index, child.life)
-                if child.role == SCHEDULER and message.info is not None:
-                    self._engine_infos[child.index] = msgspec.msgpack.decode(message.info, type=EngineInfo)
-                    if len(self._engine_infos) == self._args.data_parallel_size:
-                        self._start_workers()
-                elif child.role == FORK_SERVER:
-                    for index, (life, _, theirs) in self._forking.items():
-                        child.send(Fork(index, life), [theirs.fileno(), self._http_socket.fileno()])
-                elif child.role == WORKER:
-                    self._announce(OwnerStarted(owner_address(child.index, child.life)))
+                self._became_ready(child, message)
             case Failed():
                 child.failure = (message.message, message.exit_status)
             case Forked():
-                self._worker_forked(message)
+                self._workers.made(message)
             case Drained():
                 self._finished += message.finished
                 self._cut += message.cut
 
+    def _became_ready(self, child: ChildProcess, message: Ready) -> None:
+        child.ready_at = time.monotonic()
+        if not child.draining:
+            self._board.set_life(child.role, child.slot, child.life, index=child.index, pid=child.pid)
+        if child.life > 1:
+            _log.info("%s (pid %d) is ready, life %d", child.name, child.pid, child.life)
+        self._announcer.became_ready(child)
+        if child.role == SCHEDULER and message.info is not None:
+            self._engine_infos[child.index] = msgspec.msgpack.decode(message.info, type=EngineInfo)
+            if self._info_block is None and len(self._engine_infos) == self._args.data_parallel_size:
+                self._start_workers()
+        elif child.role == FORK_SERVER:
+            self._workers.fork_server_is_ready(child)
+        elif child.role == WORKER and not child.draining:
+            self._workers.became_ready(child)
+            self._changes.became_ready(child.index)
+        self._say_whether_ready()
+
     def _start_workers(self) -> None:
         infos = [self._engine_infos[rank] for rank in sorted(self._engine_infos)]
-        self._info_block = write_to_shared_memory(infos, block_name(self._runtime_dir.nonce, "scheduler_info"))
-        self._blocks.append(self._info_block)
-        listen_http(self._http_socket)
-        for child in self._workers():
-            child.send(Start(self._info_block.name))
+        self._info_block = self._shared.share_engine_infos(infos)
+        listen_http(self._shared.http_socket)
+        for worker in self._children.of(WORKER):
+            self._send_start(worker)
 
-    def _announce(self, message: ToChild) -> None:
-        for child in self._children.values():
-            if child.role != WORKER:
-                child.send(message)
+    def _send_start(self, worker: ChildProcess) -> None:
+        if self._info_block is not None:
+            worker.send(Start(self._info_block))
+            self._announcer.brief_worker(worker)
+
+    # Deaths
 
     def _bury(self, child: ChildProcess) -> None:
-        """A child has ended: read its last words, and replace it or end the server."""
+        """A child has ended: read its last words, tell the others, and replace it or end the server."""
         for message in child.receive():
             self._follow(child, message)
-        self._unwatch(child.channel)
-        self._unwatch(child.pidfd)
-        ending = child.reap()
-        self._reap_strays()
-        del self._children[child.role, child.index]
-        self._board.set_life(child.role, child.index, 0)
-        if child.role == WORKER:
-            self._announce(OwnerDied(owner_address(child.index, child.life)))
-            self._remove_address(owner_address(child.index, child.life))
-        if self._stopping:
-            if self._draining and child.role not in (WORKER, FORK_SERVER):
-                # It was not told to stop yet: what still runs can't be answered any more.
-                _log.error("%s (pid %d) %s while draining", child.name, child.pid, ending)
-                self._status = 1
-            return
+        ending = self._children.reap(child)
         if child.failure is not None:
-            self._fail(f"{child.name}: {child.failure[0]}", child.failure[1])
-        elif child.role in (WORKER, FORK_SERVER) and (child.ready or self._was_ready):
+            ending += f": {child.failure[0]}"
+        self._board.set_life(child.role, child.slot, 0)
+        self._announcer.died(child)
+        if child.role == WORKER:
+            self._workers.buried(child)
+        self._say_whether_ready()
+        if self._phase is _Phase.STARTING and not (child.role in (WORKER, FORK_SERVER) and child.ready):
+            said = child.failure
+            self._fail(
+                f"{child.name}: {said[0]}" if said else f"{child.name} (pid {child.pid}) {ending}", _status(child)
+            )
+        elif self._is_needed(child):
             self.keep_alive(child, ending)
-        else:
-            self._fail(f"{child.name} (pid {child.pid}) {ending}", 1)
+
+    def _is_needed(self, dead: ChildProcess) -> bool:
+        """Whether a child that has ended is to be replaced."""
+        if self._phase is _Phase.STOPPING:
+            return False
+        if dead.role == FORK_SERVER:
+            return self._phase is not _Phase.DRAINING
+        if dead.role != WORKER:
+            return True
+        workers, index = self._workers, dead.index
+        missing = self._changes.is_awaited(index) or not workers.is_up(index)
+        return not dead.draining and index in workers.wanted and missing and not workers.is_coming(index)
 
     def keep_alive(self, dead: ChildProcess, ending: str) -> None:
-        """Start the next life of an HTTP worker or of the fork server, unless they keep dying."""
-        now = time.monotonic()
-        self._deaths = [t for t in self._deaths if now - t < _CRASH_WINDOW_S] + [now]
-        if len(self._deaths) > _CRASH_LIMIT * self._args.tokenizer_worker_num:
-            return self._fail(f"HTTP workers keep dying; the last, {dead.name}, {ending}", 1)
-        _log.warning("%s (pid %d) %s; starting its life %d", dead.name, dead.pid, ending, dead.life + 1)
+        """Start the next life of a part, now or after a while, unless it keeps dying."""
+        ready_for = None if dead.ready_at is None else time.monotonic() - dead.ready_at
+        delay = self._policy.delay_after_death(dead.part, ready_for, dead.was_killed_from_outside)
+        died = f"{dead.name} (pid {dead.pid}) {ending}"
+        if delay is None:
+            reason = f"it has died {CRASH_LIMIT + 1} times in a row; the last time, {died}"
+            if dead.role == WORKER and self._changes.can_do_without(dead.index):
+                self._policy.forgive(dead.part)
+                return self._changes.give_up(dead.index, reason)
+            return self._fail(f"{dead.name} keeps dying: {reason}", _status(dead))
+        when = f" in {delay:g} s" if delay else ""
+        _log.warning("%s; starting its life %d%s", died, dead.life + 1, when)
         if dead.role == WORKER:
-            self._fork_worker(dead.index, dead.life + 1)
-        else:
-            self._forget_forks()
-            self._start(FORK_SERVER, 0, dead.life + 1, [])
-
-    def _remove_address(self, address: str) -> None:
-        try:
-            os.unlink(os.path.join(self._ports.runtime_dir, address))
-        except FileNotFoundError:
+            self._workers.make_later(dead.index, delay)
             return
+        if dead.role == FORK_SERVER:
+            self._workers.fork_server_died()
+        self._timers.call_later(delay, lambda: self._start(dead.role, dead.index, dead.life + 1))
 
     def _fail(self, message: str, status: int) -> None:
-        if not self._stopping:
-            self._failure, self._status, self._stopping = message, status, True
-            if all(child.ready for child in self._children.values()):
+        if self._failure is None:
+            self._failure, self._status = message, status
+            if self._phase is not _Phase.STARTING:
                 _log.error("%s; stopping", message)
 
-    def _unwatch(self, source: socket.socket | int) -> None:
-        try:
-            self._selector.unregister(source)
-        except KeyError:
-            return
 
-    # Signals
-
-    def _watch_signals(self) -> None:
-        self._signals.setblocking(False)
-        self._signal_writer.setblocking(False)
-        signal.set_wakeup_fd(self._signal_writer.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _: self._received.append(signal.Signals(received)))
-        self._selector.register(self._signals, selectors.EVENT_READ, lambda: self._signals.recv(4096))
+def _status(dead: ChildProcess) -> int:
+    return dead.failure[1] if dead.failure is not None else 1

@@ -1,8 +1,10 @@
 """The load board: shared memory with one cache line per process, for what others only need as a hint.
 
 Every word has one writer. A line is 8 words of 64 bits: the process's life number (0: not up), which the launcher
-writes, and what the process itself writes: load figures, and until when it may be silent. Reading and writing an
-aligned word is one machine instruction, so there are no locks.
+writes together with its pid, and what the process itself writes: load figures, and until when it may be silent.
+Reading and writing an aligned word is one machine instruction, so there are no locks.
+
+Of an HTTP worker two lives may exist at once, so a worker's line is not its index but any free one, its slot.
 """
 
 from __future__ import annotations
@@ -15,18 +17,32 @@ from multitok.launcher.shared_memory import SharedBlock, open_block
 
 _LINE_WORDS = 8
 _WORD_SIZE = 8
-_LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL = range(5)
+_LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL, _INDEX, _PID = range(7)
+
+
+def worker_slots(workers: int) -> int:
+    """Return how many HTTP workers there is room for when a server starts with this many.
+
+    Half as many may be in service at once (`most_workers`), so that all of them can be replaced while the old ones
+    drain.
+    """
+    return 2 * most_workers(workers)
+
+
+def most_workers(workers: int) -> int:
+    """Return how many HTTP workers may be in service at once when a server starts with this many."""
+    return workers + 4
 
 
 class LoadBoard:
-    """The board, mapped into this process. Line 0 is the launcher's; others by role and index.
+    """The board, mapped into this process. Line 0 is the launcher's; others by role and index, or a worker's slot.
 
     Parameters
     ----------
     name : str
         Its shared block.
     ranks, detokenizers, workers : int
-        How many there are of each.
+        How many of each a server starts with.
     """
 
     def __init__(self, name: str, ranks: int, detokenizers: int, workers: int) -> None:
@@ -39,20 +55,22 @@ class LoadBoard:
             "detokenizer": 1 + ranks,
             "router": router,
             "fork_server": router + 1,
-            # HTTP workers count from 1.
+            # HTTP workers, and their slots, count from 1.
             "tokenizer_worker": router + 1,
         }
         self._workers = range(
-            self._line("tokenizer_worker", 1), self._line("tokenizer_worker", workers + 1), _LINE_WORDS
+            self._line("tokenizer_worker", 1),
+            self._line("tokenizer_worker", worker_slots(workers) + 1),
+            _LINE_WORDS,
         )
 
     @staticmethod
     def create(name: str, ranks: int, detokenizers: int, workers: int) -> SharedBlock:
         """Create the block of a board, all zero."""
-        return SharedBlock(name, bytes((3 + ranks + detokenizers + workers) * _LINE_WORDS * _WORD_SIZE))
+        return SharedBlock(name, bytes((3 + ranks + detokenizers + worker_slots(workers)) * _LINE_WORDS * _WORD_SIZE))
 
-    def _line(self, role: str, index: int) -> int:
-        return (self._first_line[role] + index) * _LINE_WORDS
+    def _line(self, role: str, slot: int) -> int:
+        return (self._first_line[role] + slot) * _LINE_WORDS
 
     # Written by the launcher
 
@@ -60,16 +78,30 @@ class LoadBoard:
         """Say whether all parts are up."""
         self._words[_LOAD] = ready
 
-    def set_life(self, role: str, index: int, life: int) -> None:
-        """Say which life of a process is up; 0: none. A new life begins without load."""
-        line = self._line(role, index)
+    def set_life(self, role: str, slot: int, life: int, *, index: int = 0, pid: int = 0) -> None:
+        """Say which life of a process is up; 0: none. A new life begins without load.
+
+        Parameters
+        ----------
+        role : str
+            Its role.
+        slot : int
+            Its index, or an HTTP worker's slot.
+        life : int
+            Which life of it.
+        index, pid : int
+            Of an HTTP worker its index; and its process id.
+        """
+        line = self._line(role, slot)
+        self._words[line + _INDEX] = index
+        self._words[line + _PID] = pid
         self._words[line + _LIFE] = life
 
     # Written by each process, in its own line
 
-    def slot(self, role: str, index: int) -> LoadSlot:
+    def slot(self, role: str, slot: int) -> LoadSlot:
         """Return the line of this process, for writing."""
-        return LoadSlot(self, self._words, self._line(role, index))
+        return LoadSlot(self, self._words, self._line(role, slot))
 
     # Read by all
 
@@ -82,19 +114,34 @@ class LoadBoard:
         words = self._words
         return min([words[line + _LOAD] for line in self._workers if words[line + _LIFE]], default=0)
 
-    def is_overdue(self, role: str, index: int) -> bool:
+    def is_overdue(self, role: str, slot: int) -> bool:
         """Whether a process has been silent for longer than it said; one that has said nothing yet is not watched."""
-        until = self._words[self._line(role, index) + _SILENT_UNTIL]
+        until = self._words[self._line(role, slot) + _SILENT_UNTIL]
         return bool(until) and time.monotonic() * 1000 > until
 
     def figures(self, role: str, index: int) -> dict[str, int]:
-        """Return what a process's line says."""
-        line = self._line(role, index)
+        """Return what a process's line says: of an HTTP worker, that of its last life that is up."""
+        line = self._line_of(role, index)
         return {
-            "life": self._words[line + _LIFE],
-            "load": self._words[line + _LOAD],
-            "waiting": self._words[line + _WAITING],
+            "life": self._words[line + _LIFE] if line else 0,
+            "load": self._words[line + _LOAD] if line else 0,
+            "waiting": self._words[line + _WAITING] if line else 0,
         }
+
+    def pid(self, role: str, index: int) -> int:
+        """Return the process id of the life that `figures` tells of; 0: not up."""
+        line = self._line_of(role, index)
+        return self._words[line + _PID] if line else 0
+
+    def worker_indexes(self) -> list[int]:
+        """Return the indexes of the HTTP workers that are up."""
+        return sorted({self._words[line + _INDEX] for line in self._workers if self._words[line + _LIFE]})
+
+    def _line_of(self, role: str, index: int) -> int | None:
+        if role != "tokenizer_worker":
+            return self._line(role, index)
+        lines = [line for line in self._workers if self._words[line + _INDEX] == index]
+        return max(lines, key=lambda line: self._words[line + _LIFE], default=None)
 
 
 class LoadSlot:

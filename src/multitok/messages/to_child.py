@@ -24,9 +24,18 @@ class OwnerDied(msgspec.Struct, array_like=True, tag=3, gc=False):
 
 
 class Drain(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """To an HTTP worker: stop accepting, finish what runs within `timeout` seconds, then exit."""
+    """To an HTTP worker: stop accepting, finish what runs within `timeout` seconds, then exit.
+
+    Attributes
+    ----------
+    timeout : float
+        Seconds.
+    rolling : bool
+        Others go on serving: idle connections need not be ended in a hurry.
+    """
 
     timeout: float
+    rolling: bool = False
 
 
 class Stop(msgspec.Struct, array_like=True, tag=5, gc=False):
@@ -40,10 +49,13 @@ class Fork(msgspec.Struct, array_like=True, tag=6, gc=False):
     ----------
     index, life : int
         Which worker, and which life of it.
+    slot : int
+        Its place on the load board.
     """
 
     index: int
     life: int
+    slot: int
 
 
 class LauncherExited(msgspec.Struct, array_like=True, tag=7, gc=False):

@@ -175,7 +175,7 @@ class TokenizerManager:
             "model": self.served_model_name,
             "model_path": self._model_path,
             "engine": msgspec.to_builtins(self.engine_info),
-            "server_args": msgspec.to_builtins(self.server_args),
+            "server_args": msgspec.to_builtins(self.server_args.without_keys()),
             "chat_template": self.chat_template is not None,
             "worker": {
                 "worker_id": self.worker_id,
