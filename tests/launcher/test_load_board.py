@@ -4,7 +4,7 @@ import secrets
 
 import pytest
 
-from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.load_board import LoadBoard, worker_slots
 from multitok.launcher.shared_memory import block_name
 
 PARTS = [
@@ -27,10 +27,11 @@ def test_every_word_is_one_parts_own(boards):
     launcher, child = boards
     launcher.set_ready(True)
     for n, (role, index) in enumerate(PARTS, start=1):
-        launcher.set_life(role, index, n)
+        launcher.set_life(role, index, n, index=index if role == "tokenizer_worker" else 0, pid=300 + n)
         child.slot(role, index).publish_load(100 + n, 200 + n)
     for n, (role, index) in enumerate(PARTS, start=1):
         assert launcher.figures(role, index) == {"life": n, "load": 100 + n, "waiting": 200 + n}
+        assert launcher.pid(role, index) == 300 + n
     assert child.is_ready()
 
 
@@ -74,6 +75,41 @@ def test_other_roles_do_not_count_as_workers(boards):
 
 def test_a_new_life_begins_without_load(boards):
     launcher, child = boards
+    launcher.set_life("tokenizer_worker", 1, 1, index=1)
     child.slot("tokenizer_worker", 1).publish_load(8, 3)
     child.slot("tokenizer_worker", 1)
-    assert launcher.figures("tokenizer_worker", 1) == {"life": 0, "load": 0, "waiting": 0}
+    assert launcher.figures("tokenizer_worker", 1) == {"life": 1, "load": 0, "waiting": 0}
+
+
+def test_of_two_lives_of_a_worker_the_newer_one_is_shown(boards):
+    launcher, child = boards
+    for slot, life in ((7, 3), (2, 4)):
+        child.slot("tokenizer_worker", slot).set_connections(10 * life)
+        launcher.set_life("tokenizer_worker", slot, life, index=3, pid=1000 + life)
+    assert child.figures("tokenizer_worker", 3) == {"life": 4, "load": 40, "waiting": 0}
+    assert child.pid("tokenizer_worker", 3) == 1004
+    assert child.worker_indexes() == [3]
+    launcher.set_life("tokenizer_worker", 2, 0)
+    assert child.figures("tokenizer_worker", 3)["life"] == 3
+
+
+def test_there_is_a_line_for_every_worker_slot(boards):
+    launcher, child = boards
+    for slot in range(1, worker_slots(4) + 1):
+        launcher.set_life("tokenizer_worker", slot, 1, index=slot)
+        child.slot("tokenizer_worker", slot).set_connections(slot)
+    assert child.worker_indexes() == list(range(1, worker_slots(4) + 1))
+    assert child.lowest_connections() == 1
+    assert launcher.figures("fork_server", 0) == {"life": 0, "load": 0, "waiting": 0}
+
+
+def test_a_process_is_overdue_when_it_is_silent_for_longer_than_it_said(boards):
+    launcher, child = boards
+    slot = child.slot("scheduler", 1)
+    assert not launcher.is_overdue("scheduler", 1)
+    slot.beat(100)
+    assert not launcher.is_overdue("scheduler", 1)
+    slot.beat(-1)
+    assert launcher.is_overdue("scheduler", 1)
+    child.slot("scheduler", 1)
+    assert not launcher.is_overdue("scheduler", 1)
