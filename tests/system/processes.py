@@ -36,6 +36,21 @@ def parent(pid: int) -> int:
     return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
 
 
+def state(pid: int) -> str:
+    """The letter of /proc/PID/stat: R, S, T, ..."""
+    return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def open_files(pid: int) -> int:
+    """How many descriptors a process has."""
+    return len(list((_PROC / str(pid) / "fd").iterdir()))
+
+
+def threads(pid: int) -> int:
+    """How many threads a process has."""
+    return len(list((_PROC / str(pid) / "task").iterdir()))
+
+
 def socket_inodes(pid: int) -> Counter[int]:
     """Sockets that a process holds, and by how many descriptors."""
     inodes: Counter[int] = Counter()

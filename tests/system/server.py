@@ -220,6 +220,18 @@ class Server:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def pid_of(self, name: str) -> int | None:
+        """Process id of a child by its name in the title."""
+        return self.titles().get(f"multitok::{name}")
+
+    def wait_for_replacement(self, name: str, old: int, within: float = DEATH_S) -> int:
+        """Wait until another process than `old` is ready in its place; returns its id."""
+        pid: int = eventually(
+            lambda: (p := self.pid_of(name)) not in (old, None) and p, within, f"a replacement of {name}"
+        )
+        self.wait_for_line(rf"launcher .*{name} \(pid {pid}\) is ready, life \d+", within)
+        return pid
+
     # Requests
 
     def connection(self) -> httpx.Client:
