@@ -148,15 +148,3 @@ def test_signal_while_a_part_is_loading_again_ends_everything() -> None:
         server.wait_for_line("stopped: ")
         # It did not have to load to its end.
         assert "is ready, life 2" not in server.log
-
-
-def test_detokenizer_that_dies_while_draining_is_replaced() -> None:
-    with Server(*_SLOW, *workers(2)) as server:
-        # On the other detokenizer nothing runs; what this one loses is not the launcher's business.
-        _, stream = _stream(server, 8000)
-        server.terminate()
-        server.wait_for_line("draining")
-        server.wait_for_replacement("detokenizer:0", server.kill("detokenizer:0"))
-        server.terminate()
-        assert server.wait(DEATH_S) == 0
-        stream.close()
