@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from reference import MODEL
-from server import SIMULATED, START_S, Server, engine_args, free_port, port_is_free, workers
+from server import DEATH_S, SIMULATED, START_S, Server, engine_args, eventually, free_port, port_is_free, workers
 
 
 def _fails(status: int, message: str, *options: str) -> Server:
@@ -84,6 +84,38 @@ def test_parts_that_are_late_are_named() -> None:
         1, "not ready after 2 s: .*scheduler:0", *SIMULATED, *engine_args(load_s=60), "--start-timeout", "2"
     )
     assert "does not exit" not in server.log
+
+
+@pytest.mark.parametrize("part", ["scheduler:0", "detokenizer:0", "router"])
+def test_part_that_dies_while_starting_ends_the_start(part: str) -> None:
+    port = free_port()
+    options = [*SIMULATED, *engine_args(load_s=60), *workers(2), "--port", str(port)]
+    with Server(*options, wait=False, errors=True) as server:
+        eventually(lambda: server.pid_of(part), START_S, f"{part} has begun")
+        server.kill(part)
+        assert server.wait(DEATH_S) == 1
+        server.wait_for_line(rf"ERROR .*launcher .*{part} \(pid \d+\) died of SIGKILL")
+    assert port_is_free(port)
+
+
+def test_address_that_others_reach_is_warned_of_unless_there_is_a_key() -> None:
+    for key in ([], ["--api-key", "open-sesame"]):
+        for host in ("0.0.0.0", "127.0.0.1"):
+            with Server(*SIMULATED, "--host", host, *key, wait=False) as server:
+                server.wait_for_line("is ready after")
+                warned = "listening on 0.0.0.0, which others can reach, without --api-key" in server.log
+                assert warned == (host == "0.0.0.0" and not key)
+
+
+def test_keys_are_neither_logged_nor_shown() -> None:
+    keys = ["--api-key", "open-sesame", "--admin-api-key", "abracadabra"]
+    with Server(*SIMULATED, *keys, "--log-level", "debug") as server:
+        info = server.http.get("/server_info", headers={"authorization": "Bearer abracadabra"})
+        assert info.json()["server_args"]["api_key"] == ["(hidden)"]
+        assert info.json()["server_args"]["admin_api_key"] == "(hidden)"
+        for key in ("open-sesame", "abracadabra"):
+            assert key not in info.text
+            assert key not in server.log
 
 
 def test_nobody_can_connect_before_the_engine_is_loaded() -> None:
