@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import Counter
 
 import httpx
@@ -239,6 +240,17 @@ def test_worker_that_dies_while_it_drains_is_not_replaced() -> None:
         eventually(lambda: len(_worker_pids(server)) == 2, STOP_S, "the old workers are gone")
         server.wait_until_idle(DEATH_S)
         assert "starting its life" not in server.log
+
+
+def test_idle_connection_to_a_replaced_worker_does_not_hold_up_the_end() -> None:
+    with Server(*_FAST, *workers(2)) as server:
+        for _ in range(8):
+            assert server.connection().get("/health").status_code == 200
+        _line_after(server, "every HTTP worker is replaced", signal.SIGHUP)
+        begun = time.monotonic()
+        server.terminate()
+        assert server.wait() == 0
+        assert time.monotonic() - begun < DEATH_S
 
 
 def test_end_during_a_rolling_restart() -> None:

@@ -140,6 +140,13 @@ class HttpServer:
         """End a drain's wait for running requests now."""
         self._all_closed.set()
 
+    def leave_idle_connections(self) -> None:
+        """In a rolling drain: end idle connections as soon as in any other, because now all workers go."""
+        if self._state is not None and self._state.drain_grace is not None:
+            self._state.drain_grace = min(self._state.drain_grace, DRAIN_GRACE)
+            for connection in list(self._state.connections):
+                connection.shutdown()
+
     def _cut(self, state: DirectServerState) -> int:
         cut = sum(connection.cut() for connection in list(state.connections))  # type: ignore[union-attr]
         for task in list(state.tasks):

@@ -138,8 +138,11 @@ async def _serve(
 
 async def _hurry_on_stop(orders: _Orders, server: HttpServer) -> None:
     while True:
-        if isinstance(await orders.next(), Stop):
+        order = await orders.next()
+        if isinstance(order, Stop):
             server.hurry()
+        elif isinstance(order, Drain) and not order.rolling:
+            server.leave_idle_connections()
 
 
 def _make_manager(
