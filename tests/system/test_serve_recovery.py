@@ -15,8 +15,6 @@ import pytest
 from reference import MODEL, echo_text
 from server import DEATH_S, ERROR_S, FACTOR, SIMULATED, STOP_S, Server, engine_args, eventually, workers
 
-pytestmark = pytest.mark.skip("needs the other parts")
-
 STREAMS = 50
 STEP_MS = 20
 # Longer than it takes to notice that a process is stopped, and to replace it.
