@@ -73,7 +73,7 @@ class MultiTokenizerRouter:
         try:
             self.router_worker_obj()
         finally:
-            self._to_handle_loop.send(self._port_args.start_token)
+            self._to_handle_loop.send(b"")
             handle_loop.join(timeout=1)
 
     def router_worker_obj(self) -> None:
@@ -96,12 +96,9 @@ class MultiTokenizerRouter:
                         self._refuse(undelivered.headers)
 
     def handle_loop(self) -> None:
-        """Forward control replies to the workers that they belong to, until the start token comes alone.
-
-        An empty message would do, if nobody else could send one.
-        """
+        """Forward control replies to the workers that they belong to, until an empty message comes."""
         while frames := self.recv_from_detokenizer.recv_multipart():
-            if frames == [self._port_args.start_token]:
+            if frames == [b""]:
                 self.socket_mapping.clear_all_sockets()
                 return
             self.distribute_result_to_workers(frames)
