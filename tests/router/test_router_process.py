@@ -155,9 +155,9 @@ def test_owners_hear_of_a_dead_rank_and_no_request_goes_there(site, router):
     for owner in ("w1.1", "w2.1"):
         router.send(OwnerStarted(owner))
     router.send(PartDied("detokenizer", 0, 1))
-    router.send(PartDied("scheduler", 0, 1))
+    router.send(PartDied("scheduler", 0, 4))
     for owner, worker in zip(("w1.1", "w2.1"), workers, strict=True):
-        assert worker.next() == RankDied(rank=0, http_worker_ipc=owner)
+        assert worker.next() == RankDied(rank=0, life=4, http_worker_ipc=owner)
     scheduler = site.inbox("s1", Header)
     for number in range(3):
         site.send("router", request(number), request(number))
@@ -165,7 +165,7 @@ def test_owners_hear_of_a_dead_rank_and_no_request_goes_there(site, router):
     # An owner that is new hears of it, too, and no other.
     new = site.inbox("w3.1", ToTokenizer)
     router.send(OwnerStarted("w3.1"))
-    assert new.next() == RankDied(rank=0, http_worker_ipc="w3.1")
+    assert new.next() == RankDied(rank=0, life=4, http_worker_ipc="w3.1")
     router.send(PartStarted("scheduler", 0, 2))
     for worker in (*workers, new):
         assert worker.next().rank == 0
@@ -180,7 +180,7 @@ def test_without_any_rank_requests_are_refused_until_one_has_started(site, route
     router.send(OwnerStarted("w2.1"))
     for rank in (0, 1):
         router.send(PartDied("scheduler", rank, 1))
-        assert worker.next() == RankDied(rank=rank, http_worker_ipc="w2.1")
+        assert worker.next() == RankDied(rank=rank, life=1, http_worker_ipc="w2.1")
     site.send("router", request(7, "w2.1"), request(7))
     refusal = worker.next()
     assert (type(refusal), refusal.number, refusal.status) == (RefusedReq, 7, 503)
@@ -198,7 +198,7 @@ def test_an_owner_that_has_died_hears_of_no_rank(site, router):
     router.send(OwnerStarted("w2.1"))
     router.send(OwnerDied("w1.1"))
     router.send(PartDied("scheduler", 0, 1))
-    assert living.next() == RankDied(rank=0, http_worker_ipc="w2.1")
+    assert living.next() == RankDied(rank=0, life=1, http_worker_ipc="w2.1")
     assert dead.is_empty()
 
 

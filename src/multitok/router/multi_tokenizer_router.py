@@ -69,6 +69,7 @@ class MultiTokenizerRouter:
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self._orders: FrameDecoder[ToChild | ToItself] = FrameDecoder(port_args.start_token, ToChild | ToItself)
         self.live_owners: set[str] = set()
+        self._lives_that_died: dict[int, int] = {}
 
     def run(self) -> None:
         """Serve until the launcher says stop.
@@ -148,14 +149,15 @@ class MultiTokenizerRouter:
             case OwnerStarted():
                 self.live_owners.add(order.address)
                 for rank in self.send_to_scheduler.down:
-                    self._tell(order.address, RankDied(rank=rank))
+                    self._tell(order.address, RankDied(rank=rank, life=self._lives_that_died[rank]))
             case OwnerDied():
                 self.live_owners.discard(order.address)
                 self._send_to_handle_loop(Header(Kind.CONTROL, 0, order.address))
             # Only when nothing goes to a rank any more, or goes there again, are the owners told.
             case PartDied(role="scheduler"):
                 self.send_to_scheduler.rank_died(order.index)
-                self._tell_all(RankDied(rank=order.index))
+                self._lives_that_died[order.index] = order.life
+                self._tell_all(RankDied(rank=order.index, life=order.life))
             case PartStarted(role="scheduler"):
                 self.send_to_scheduler.rank_started(order.index)
                 self._tell_all(RankStarted(rank=order.index))
