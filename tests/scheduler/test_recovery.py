@@ -46,6 +46,8 @@ def test_a_running_request_is_rebuilt_and_goes_on_after_it(slow):
     assert (rebuilt.before, rebuilt.read_offset) == (list(b"abc"), 2)
     assert (rebuilt.row.params, rebuilt.row.first_index, rebuilt.row.owner) == (PARAMS, 3, OWNER)
     assert len(rebuilt.row.ids) >= 2
+    assert (rebuilt.row.batch.rank, rebuilt.row.batch.life) == (0, 1)
+    assert {row.batch.life for row in slow.rows[1]} == {1}
     assert slow.wait_for_end(1) == LENGTH
     ids = rebuilt.before + [token for row in slow.rows[1] for token in row.ids]
     assert ids == list((b"abc" * LONG)[:LONG])

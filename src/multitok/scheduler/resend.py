@@ -36,7 +36,7 @@ def missing_of(live: LiveReq, table: RequestTable) -> list[Missing]:
 
 
 def rebuilding_batches(
-    missing: list[Missing], rank: int
+    missing: list[Missing], rank: int, life: int
 ) -> list[tuple[str, BatchTokenIDOutput | BatchEmbeddingOutput]]:
     """Return what is missing, a batch per destination, in canonical form.
 
@@ -49,14 +49,14 @@ def rebuilding_batches(
     batches: list[tuple[str, BatchTokenIDOutput | BatchEmbeddingOutput]] = []
     for destination, its in by_destination.items():
         if isinstance(its[0].request.message, TokenizedGenerateReqInput):
-            batches.append((destination, _token_batch(its, rank)))
+            batches.append((destination, _token_batch(its, rank, life)))
         else:
             rows = [(one.request, one.request.last) for one in its if one.request.last is not None]
             batches.append((destination, embedding_batch(rows, rank, None)))
     return batches
 
 
-def _token_batch(missing: list[Missing], rank: int) -> BatchTokenIDOutput:
+def _token_batch(missing: list[Missing], rank: int, life: int) -> BatchTokenIDOutput:
     ids: array[int] = array("i")
     requests = [one.request for one in missing]
     lengths: list[int] = []
@@ -77,6 +77,7 @@ def _token_batch(missing: list[Missing], rank: int) -> BatchTokenIDOutput:
         first_indexes=[one.token_count for one in missing],
         output_lengths=None if lengths.count(1) == len(lengths) else lengths,
         rank=rank,
+        life=life,
         cached_tokens=None if cached.count(None) == len(cached) else cached,
         extras=extras,
         decode_params=[

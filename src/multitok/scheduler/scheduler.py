@@ -91,6 +91,7 @@ class Scheduler:
     ) -> None:
         self._port_args = port_args
         self._rank = port_args.index
+        self._life = port_args.life
         self._channel = channel
         self._engine = engine
         self._slot = slot
@@ -238,7 +239,7 @@ class Scheduler:
         for request in [*table.unacknowledged.values()]:
             if request.owner == owner and request.number not in listed:
                 table.acknowledge(request.number)
-        for destination, batch in rebuilding_batches(missing_of(live, table), self._rank):
+        for destination, batch in rebuilding_batches(missing_of(live, table), self._rank, self._life):
             self._mapping.send_output(destination, batch)
         known = [number for number in live.numbers if table.find(number) is not None]
         self._reply(live, LiveReqOutput(number=live.number, http_worker_ipc=owner, rank=self._rank, known=known))
@@ -367,7 +368,10 @@ class Scheduler:
         by_destination: dict[str, list[Row]] = {}
         for row in rows:
             by_destination.setdefault(row[0].destination, []).append(row)
-        make_batch = token_batch if self._engine.info.task == "generate" else embedding_batch
+        generates = self._engine.info.task == "generate"
         now = time.monotonic()
         for destination, its_rows in by_destination.items():
-            self._mapping.send_output(destination, make_batch(its_rows, self._rank, now))
+            if generates:
+                self._mapping.send_output(destination, token_batch(its_rows, self._rank, self._life, now))
+            else:
+                self._mapping.send_output(destination, embedding_batch(its_rows, self._rank, now))

@@ -12,15 +12,15 @@ from multitok.scheduler.request import ScheduledRequest
 Row = tuple[ScheduledRequest, EngineOutput]
 
 
-def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
+def token_batch(rows: list[Row], rank: int, life: int, now: float) -> BatchTokenIDOutput:
     """Return the columns of one destination, in canonical form, and add the new ids to their requests.
 
     Parameters
     ----------
     rows : list of Row
         Requests with what the step made for them; at least one.
-    rank : int
-        The scheduler.
+    rank, life : int
+        The scheduler, and which life of it.
     now : float
         Seconds of CLOCK_MONOTONIC.
     """
@@ -56,6 +56,7 @@ def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
         first_indexes=first_indexes,
         output_lengths=None if lengths.count(1) == len(lengths) else lengths,
         rank=rank,
+        life=life,
     )
     if starting:
         _add_beginnings(batch, rows, extras)
