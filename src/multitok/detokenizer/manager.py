@@ -18,7 +18,7 @@ from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import LauncherExited, OwnerDied, Ping, Stop, ToChild, ToItself
+from multitok.messages.to_child import LauncherExited, OwnerDied, PartDied, Ping, Stop, ToChild, ToItself
 from multitok.messages.to_detokenizer import (
     BatchEmbeddingOutput,
     BatchIdentity,
@@ -63,7 +63,7 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
     ) -> None:
         self.server_args = server_args
         self.socket_mapping = SocketMapping(port_args)
-        self.step = DetokenizerStep(decoder)
+        self.step = DetokenizerStep(decoder, port_args.life)
         self._channel = channel
         self._beat = beat
         address = port_args.detokenizer_ipc_names[port_args.index]
@@ -77,13 +77,17 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         self._stopping = False
 
     def event_loop(self) -> None:
-        """Serve one HTTP process until told to stop: what a step yields goes to the owner of its rows as it is."""
+        """Serve one HTTP process until told to stop: what a step yields goes to the owner of its rows as it is.
+
+        Two lives of it are there at once while the next one takes over.
+        """
+        owners = self.step.owners
         for output in self.outputs():
-            if isinstance(output, BaseReq):
-                owner = output.http_worker_ipc
+            if isinstance(output, BatchStrOutput) and len(owners) == 1:
+                (owner,) = owners
+                self.socket_mapping.send_output(owner, output)
             else:
-                owner = output.http_worker_ipcs[0] if output.http_worker_ipcs else None
-            self.socket_mapping.send_output(owner, output)
+                self.fan_out(output)
 
     def outputs(self) -> Iterator[BaseReq | BaseBatchReq]:
         """Yield what owners are to be sent, until the launcher says stop.
@@ -121,6 +125,9 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
                 self._beat()
             case OwnerDied():
                 self.socket_mapping.drop(message.address)
+                self.step.owner_died(message.address)
+            case PartDied(role="scheduler"):
+                self.step.rank_died(message.index, message.life)
             case Stop():
                 self._stopping = True
             case LauncherExited():
@@ -139,6 +146,7 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         if owners is None or len(owners) != rows:
             _log.error("nor is it known whose requests these are: %s", batch.numbers)
             return None
+        self.step.owners.update(owners)
         return BatchStrOutput(
             numbers=batch.numbers,
             http_worker_ipcs=owners,

@@ -14,6 +14,7 @@ class _Host(Protocol):
     socket_mapping: SocketMapping
 
     def outputs(self) -> Iterator[BaseReq | BaseBatchReq]: ...
+    def fan_out(self, output: BaseReq | BaseBatchReq) -> None: ...
     def maybe_clear_socket_mapping(self) -> None: ...
 
 
@@ -24,13 +25,17 @@ class MultiHttpWorkerDetokenizerMixin:
         """Serve several HTTP workers until told to stop."""
         try:
             for output in self.outputs():
-                if isinstance(output, BaseReq):
-                    self.socket_mapping.send_output(output.http_worker_ipc, output)
-                    continue
-                for owner, rows in split_by_owner(output):
-                    self.socket_mapping.send_output(owner, rows)
+                self.fan_out(output)
         finally:
             self.maybe_clear_socket_mapping()
+
+    def fan_out(self: _Host, output: BaseReq | BaseBatchReq) -> None:
+        """Send an output to its owner, or each row of it to its own."""
+        if isinstance(output, BaseReq):
+            self.socket_mapping.send_output(output.http_worker_ipc, output)
+            return
+        for owner, rows in split_by_owner(output):
+            self.socket_mapping.send_output(owner, rows)
 
     def maybe_clear_socket_mapping(self: _Host) -> None:
         """Close the sockets to the owners, where any were opened."""

@@ -11,6 +11,7 @@ from operator import attrgetter
 from multitok.detokenizer.incremental import DecodeState, TextDecoder
 from multitok.detokenizer.stop_strings import StopMatcher
 from multitok.messages.base import FinishReason
+from multitok.messages.numbers import owner_of
 from multitok.messages.split import concatenate, handle_output_by_index, take_rows
 from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras, TokenOutput
 from multitok.messages.to_scheduler import DecodeParams
@@ -25,9 +26,10 @@ _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 class _Request:
     """A running request's text."""
 
-    __slots__ = ("decode", "held_ids", "held_rows", "held_texts", "min_new_tokens", "stops", "stream")
+    __slots__ = ("decode", "held_ids", "held_rows", "held_texts", "min_new_tokens", "rank", "stops", "stream")
 
-    def __init__(self, decoder: TextDecoder, params: DecodeParams) -> None:
+    def __init__(self, decoder: TextDecoder, params: DecodeParams, rank: int) -> None:
+        self.rank = rank
         self.decode: DecodeState = decoder.start(array("i", params.prompt_tail), params.skip_special_tokens)
         self.stops = StopMatcher(params.stop) if params.stop else None
         self.min_new_tokens = params.min_new_tokens
@@ -45,13 +47,25 @@ class _Request:
         for i, token_id in enumerate(ids):
             delta = self.decode.push(token_id)
             if first_index + i + 1 < self.min_new_tokens:
-                text += delta
+                text += self.stops.skip(delta)
                 continue
             delta, matched = self.stops.push(delta)
             text += delta
             if matched is not None:
                 return text, i + 1, matched
         return text, None, None
+
+    def rebuild(self, ids: bytes, text_length: int | None) -> None:
+        """Take the ids before the next row, whose text the owner has.
+
+        Raises
+        ------
+        ValueError
+            That text is not what these ids decode to.
+        """
+        text, _, matched = self.push(array("i", ids), 0)
+        if matched is not None or (self.stream and len(text) != text_length):
+            raise ValueError("the text so far could not be made again")
 
     def flush(self) -> tuple[str, str | None]:
         """Return the text that was held back, and the stop string in it."""
@@ -69,21 +83,34 @@ class DetokenizerStep:
     ----------
     decoder : TextDecoder
         The model's.
+    life : int
+        Which life of its process this is. In a later one rows may come of requests that began in an earlier one: they
+        are skipped, since their owners ask for rows that rebuild the state.
+
+    Attributes
+    ----------
+    owners : set of (str or None)
+        Owners of the rows that came, as long as they live. One alone: no batch needs to be split.
     """
 
-    def __init__(self, decoder: TextDecoder) -> None:
+    def __init__(self, decoder: TextDecoder, life: int = 1) -> None:
         self._decoder = decoder
+        self.owners: set[str | None] = set()
+        self._dead_owners: set[str | None] = set()
+        # The newest dead life of each rank that has died.
+        self._dead_lives: dict[int, int] = {}
+        self._expects_strays = life > 1
         self._requests: dict[int, _Request] = {}
         # Those that are streamed and have no stop strings: a step does no more for them than push an id each.
         self._plain: dict[int, Callable[[int], str]] = {}
-        # Requests that a stop string has ended here, until the scheduler's last word on them.
-        self._tombstones: set[int] = set()
+        # Requests that have ended here, by a stop string or an error, until the last word of the rank that has them.
+        self._tombstones: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Return how many requests have state here."""
         return len(self._requests) + len(self._tombstones)
 
-    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:
+    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:  # noqa: PLR0912, PLR0915  (runs per token)
         """Decode a batch.
 
         Parameters
@@ -96,18 +123,24 @@ class DetokenizerStep:
         BatchStrOutput or None
             Text for the owners; None when there is nothing to tell them.
         """
+        if self._dead_lives and 0 < batch.life <= self._dead_lives.get(batch.rank, 0):
+            return None
         ids = array("i", batch.output_ids)
         lengths = batch.output_lengths
         ends = None if lengths is None else list(accumulate(lengths))
         decode_params, finished = batch.decode_params, batch.finished_reasons
         requests, plain, size = self._requests, self._plain, self._decoder.size
+        decode_ids = None if decode_params is None else _take_decode_ids(batch)
         texts: list[str] = []
         kept: list[int] = []
         changed: list[BatchStrOutput] = []
         for i, number in enumerate(batch.numbers):
-            if decode_params is not None and (params := decode_params[i]) is not None:
-                self._begin(number, params)
             finish = None if finished is None else finished[i]
+            if decode_params is not None and (params := decode_params[i]) is not None:
+                failed = self._begin(batch, i, params, None if decode_ids is None else decode_ids[i])
+                if failed is not None:
+                    changed.append(failed)
+                    continue
             if finish is None and lengths is None and number in plain and 0 <= ids[i] < size:
                 texts.append(plain[number](ids[i]))
                 kept.append(i)
@@ -129,13 +162,13 @@ class DetokenizerStep:
                     text += rest
             except Exception as error:
                 _log.exception("request %d: its ids can't be decoded", number)
-                cut, text = 0, ""
-                changed.append(self._end(batch, i, text, cut, FinishReason("error", None, 500, str(error)), request))
-                self._forget(number, finish)
+                changed.append(_joined(request, _failed(batch, i, error)))
+                self._forget(number, finish, batch.rank)
                 continue
             if matched is not None:
-                changed.append(self._end(batch, i, text, cut, FinishReason("stop", matched), request))
-                self._forget(number, finish)
+                row = _with_text(handle_output_by_index(batch, i), [text])
+                changed.append(_joined(request, _cut(row, cut, FinishReason("stop", matched))))
+                self._forget(number, finish, batch.rank)
             elif request.stream:
                 texts.append(text)
                 kept.append(i)
@@ -148,15 +181,50 @@ class DetokenizerStep:
                 self._remove(number)
         return self._assemble(batch, texts, kept, changed)
 
-    def _begin(self, number: int, params: DecodeParams) -> None:
-        request = self._requests[number] = _Request(self._decoder, params)
+    def rank_died(self, rank: int, life: int) -> None:
+        """Forget what a dead scheduler had begun; its last word will not come."""
+        self._dead_lives[rank] = life
+        self._expects_strays = True
+        for number in [number for number, request in self._requests.items() if request.rank == rank]:
+            self._remove(number)
+        self._tombstones = {number: its for number, its in self._tombstones.items() if its != rank}
+
+    def owner_died(self, address: str) -> None:
+        """Forget the requests of an owner that is gone."""
+        self.owners.discard(address)
+        self._dead_owners.add(address)
+        for number in [number for number in self._requests if owner_of(number) == address]:
+            self._remove(number)
+        self._tombstones = {number: rank for number, rank in self._tombstones.items() if owner_of(number) != address}
+
+    def _begin(
+        self, batch: BatchTokenIDOutput, i: int, params: DecodeParams, decode_ids: bytes | None
+    ) -> BatchStrOutput | None:
+        """Make a request's state, at its beginning or anew; returns what its owner is told if that can't be done."""
+        number = batch.numbers[i]
+        owner = _owner(batch, i)
+        if owner in self._dead_owners:
+            return None
+        self.owners.add(owner)
+        self._tombstones.pop(number, None)
+        # Whatever there was of it: this row begins it anew.
+        self._remove(number)
+        try:
+            request = _Request(self._decoder, params, batch.rank)
+            if decode_ids is not None:
+                offsets = None if batch.extras is None else batch.extras.read_offsets
+                request.rebuild(decode_ids, None if offsets is None else offsets[i])
+        except Exception as error:
+            _log.exception("request %d can't be begun", number)
+            self._forget(number, None if batch.finished_reasons is None else batch.finished_reasons[i], batch.rank)
+            return _failed(batch, i, error)
+        self._requests[number] = request
         if request.stream and request.stops is None:
             self._plain[number] = request.decode.push
-        else:
-            self._plain.pop(number, None)
+        return None
 
     def _remove(self, number: int) -> None:
-        del self._requests[number]
+        self._requests.pop(number, None)
         self._plain.pop(number, None)
 
     def _assemble(
@@ -174,27 +242,45 @@ class DetokenizerStep:
     def _without_state(self, batch: BatchTokenIDOutput, i: int, finish: FinishReason | None) -> BatchStrOutput | None:
         """Return what the owner is told of a row whose request has no state here."""
         number = batch.numbers[i]
+        owner = _owner(batch, i)
+        if owner in self._dead_owners:
+            return None
         if number in self._tombstones:
             if finish is not None:
-                self._tombstones.discard(number)
+                del self._tombstones[number]
+            return None
+        # What an aborted request or a failed one has to say is no more than that.
+        if self._expects_strays and (finish is None or finish.type not in ("abort", "error")):
             return None
         if finish is None:
             _log.error("request %d: ids came without the beginning of the request", number)
-            self._tombstones.add(number)
+            self._tombstones[number] = batch.rank
             finish = FinishReason("error", None, 500, "the beginning of the answer was lost")
+        self.owners.add(owner)
         # A refusal, or the end of a request that was aborted before its first id.
         return _cut(_with_text(handle_output_by_index(batch, i), [""]), 0, finish)
 
-    def _end(
-        self, batch: BatchTokenIDOutput, i: int, text: str, cut: int | None, finish: FinishReason, request: _Request
-    ) -> BatchStrOutput:
-        row = _cut(_with_text(handle_output_by_index(batch, i), [text]), cut, finish)
-        return _joined(request, row)
-
-    def _forget(self, number: int, finish: FinishReason | None) -> None:
+    def _forget(self, number: int, finish: FinishReason | None, rank: int) -> None:
         self._remove(number)
         if finish is None:
-            self._tombstones.add(number)
+            self._tombstones[number] = rank
+
+
+def _take_decode_ids(batch: BatchTokenIDOutput) -> list[bytes | None] | None:
+    """Take a column out of a batch that owners don't need: they know these ids."""
+    if batch.extras is None:
+        return None
+    decode_ids, batch.extras.decode_ids = batch.extras.decode_ids, None
+    return decode_ids
+
+
+def _owner(batch: BatchTokenIDOutput, i: int) -> str | None:
+    return None if batch.http_worker_ipcs is None else batch.http_worker_ipcs[i]
+
+
+def _failed(batch: BatchTokenIDOutput, i: int, error: Exception) -> BatchStrOutput:
+    row = _with_text(handle_output_by_index(batch, i), [""])
+    return _cut(row, 0, FinishReason("error", None, 500, str(error)))
 
 
 def _with_text(batch: BatchTokenIDOutput, texts: list[str]) -> BatchStrOutput:

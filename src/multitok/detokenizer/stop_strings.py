@@ -66,6 +66,26 @@ class StopMatcher:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
+    def skip(self, delta: str) -> str:
+        """Take the next piece of a text in which no stop string counts yet.
+
+        One that begins in it and ends later is found later, as it is in vLLM.
+
+        Parameters
+        ----------
+        delta : str
+            The piece; may be empty.
+
+        Returns
+        -------
+        str
+            What may be delivered now.
+        """
+        text = self._held + delta
+        keep = self._open_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
     def flush(self) -> str:
         """Return what is held, when no more text comes.
 

@@ -9,6 +9,14 @@ import zmq
 
 # A step is one message, so this is more than a minute of a stuck peer; past it the peer counts as gone.
 HIGH_WATER_MARK = 16384
+# The largest legal frame: a body (--max-body-bytes, 32 MiB by default) makes at most two bytes of JSON, so 64 MiB of
+# packed ids out of each, beside texts that it holds once (stop strings, a grammar): 96 MiB; and a step that sends again
+# the ids of 1,000 requests of 100,000 tokens has 400 MB. What claims more is no message of ours.
+MOST_FRAME_BYTES = 1 << 30
+# A part that was replaced is reached again at once, where ZeroMQ would wait for 100 ms.
+_RECONNECT_MS = 20
+# Who connects says who it is within this time, or is cut off.
+_HANDSHAKE_MS = 10_000
 # The enum's own `&` costs as much as the question.
 _POLLIN = int(zmq.POLLIN)
 
@@ -31,6 +39,8 @@ def bind_pull(endpoint: str, listen_fd: int | None = None) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = _context().socket(zmq.PULL)
     socket.linger = 0
     socket.rcvhwm = HIGH_WATER_MARK
+    socket.maxmsgsize = MOST_FRAME_BYTES
+    socket.handshake_ivl = _HANDSHAKE_MS
     if listen_fd is not None:
         socket.setsockopt(zmq.USE_FD, listen_fd)
     socket.bind(endpoint)
@@ -42,6 +52,7 @@ def connect_push(endpoint: str) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = _context().socket(zmq.PUSH)
     socket.linger = 0
     socket.sndhwm = HIGH_WATER_MARK
+    socket.reconnect_ivl = _RECONNECT_MS
     socket.connect(endpoint)
     return socket
 

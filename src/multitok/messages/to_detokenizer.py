@@ -90,6 +90,8 @@ class TokenOutput(BaseBatchReq, kw_only=True):
         New ids of each row; None: one each.
     rank : int
         The scheduler that made it.
+    life : int
+        Which life of it; 0: not said. What a dead life has said may arrive late, and counts no more.
     finished_reasons : list of (FinishReason or None) or None
         Set in the last row of a request.
     prompt_tokens, completion_tokens, cached_tokens : list of (int or None) or None
@@ -102,6 +104,7 @@ class TokenOutput(BaseBatchReq, kw_only=True):
     first_indexes: Annotated[list[int], Rows()]
     output_lengths: Annotated[list[int] | None, Lengths()] = None
     rank: Annotated[int, Shared()] = 0
+    life: Annotated[int, Shared()] = 0
     finished_reasons: Annotated[list[FinishReason | None] | None, Rows()] = None
     prompt_tokens: Annotated[list[int | None] | None, Rows()] = None
     completion_tokens: Annotated[list[int | None] | None, Rows()] = None

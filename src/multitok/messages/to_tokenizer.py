@@ -67,9 +67,12 @@ class RankDied(BaseReq, tag=22, kw_only=True):
     ----------
     rank : int
         Which.
+    life : int
+        Which life of it; 0: not said.
     """
 
     rank: int
+    life: int = 0
 
 
 class RankStarted(BaseReq, tag=23, kw_only=True):
