@@ -192,6 +192,7 @@ async def owner_of(
         "text_tools": ByteTools(backend or ReferenceBackend(byte_tokenizer())),
         "detokenize_step": None,
         "is_ready": lambda: True,
+        "queues_are_full": lambda: False,
         "describe": lambda: {"processes": {}},
     }
     if "sender" not in changes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from multitok.messages.base import BaseBatchReq, BaseReq
 from multitok.messages.codec import encode_frame
 from multitok.messages.to_scheduler import (
+    REQUEST_KINDS,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
     ToScheduler,
@@ -64,9 +66,12 @@ class SenderWrapper:
         The owner's address.
     start_token : bytes
         Mark of this start.
+    ranks : int
+        How many schedulers there are. A user's id has its rank, whoever owns it: that rank sees when it is taken.
     """
 
-    def __init__(self, socket: FrameSender, address: str, start_token: bytes) -> None:
+    def __init__(self, socket: FrameSender, address: str, start_token: bytes, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._socket = socket
         self._address = address
         self._start_token = start_token
@@ -83,5 +88,8 @@ class SenderWrapper:
         children = message.batch if isinstance(message, BaseBatchReq) else [message]
         frames: list[bytearray] = []
         for child in children:
-            frames += (encode_frame(self._start_token, header_of(child)), encode_frame(self._start_token, child))
+            header = header_of(child)
+            if self._ranks > 1 and header.kind in REQUEST_KINDS and (rid := getattr(child, "rid", None)) is not None:
+                header.rank = zlib.crc32(rid.encode()) % self._ranks
+            frames += (encode_frame(self._start_token, header), encode_frame(self._start_token, child))
         self._socket.send_frames(frames)

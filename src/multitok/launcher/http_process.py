@@ -22,7 +22,7 @@ from multitok.ipc.sender_wrapper import FrameSender
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.launcher.text_tools import TextTools
-from multitok.messages.to_child import Drain, Start, Stop, ToChild
+from multitok.messages.to_child import Drain, PartDied, PartStarted, Start, Stop, ToChild
 from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
 from multitok.tokenizer.manager import TokenizerManager
@@ -93,6 +93,39 @@ class _Orders:
         return message
 
 
+class _Parts:
+    """What is to be done here when another part has died or started.
+
+    Parameters
+    ----------
+    manager : TokenizerManager
+        Whose requests they have.
+    dispatcher : RankDispatcher or None
+        Of single mode. Where there is a router, it says what becomes of schedulers, in order with what it forwards.
+    """
+
+    def __init__(self, manager: TokenizerManager, dispatcher: RankDispatcher | None) -> None:
+        self._results = manager.results
+        self._dispatcher = dispatcher
+
+    def follow(self, order: ToChild) -> None:
+        """Follow an order of the launcher, if it is one about parts."""
+        recovery, dispatcher = self._results.recovery, self._dispatcher
+        match order:
+            case PartDied(role="scheduler") if dispatcher is not None:
+                dispatcher.rank_died(order.index)
+                self._results.rank_died(order.index, order.life)
+            case PartStarted(role="scheduler") if dispatcher is not None:
+                dispatcher.rank_started(order.index)
+                recovery.rank_started(order.index)
+            case PartStarted(role="detokenizer"):
+                recovery.detokenizer_started(order.index)
+            case PartDied(role="router"):
+                recovery.router_died()
+            case PartStarted(role="router"):
+                recovery.router_started()
+
+
 async def _serve(
     server_args: ServerArgs,
     port_args: PortArgs,
@@ -106,7 +139,11 @@ async def _serve(
         if order is None or isinstance(order, Stop | Drain):
             return
     engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
-    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos)
+    dispatcher = None
+    if port_args.router_ipc_name is None:
+        dispatcher = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher)
+    parts = _Parts(manager, dispatcher)
     server = HttpServer(
         server_args,
         manager,
@@ -120,11 +157,12 @@ async def _serve(
     gc.freeze()
     channel.send(Ready())
     while not (order is None or isinstance(order, Drain | Stop)):
+        parts.follow(order)
         order = await orders.next()
     # At a stop clients are told, too: it is a drain without time.
     timeout = 0.0 if isinstance(order, Stop) else order.timeout if order else server_args.drain_timeout
     drain = asyncio.ensure_future(server.drain(timeout))
-    hurry = asyncio.ensure_future(_hurry_on_stop(orders, server))
+    hurry = asyncio.ensure_future(_hurry_on_stop(orders, server, parts))
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
     if hurry.done():
         await hurry
@@ -133,10 +171,13 @@ async def _serve(
     manager.close()
 
 
-async def _hurry_on_stop(orders: _Orders, server: HttpServer) -> None:
+async def _hurry_on_stop(orders: _Orders, server: HttpServer, parts: _Parts) -> None:
     while True:
-        if isinstance(await orders.next(), Stop):
+        order = await orders.next()
+        if isinstance(order, Stop):
             server.hurry()
+        elif order is not None:
+            parts.follow(order)
 
 
 def _make_manager(
@@ -146,14 +187,29 @@ def _make_manager(
     board: LoadBoard,
     tools: TextTools,
     engine_infos: list[EngineInfo],
+    dispatcher: RankDispatcher | None,
 ) -> TokenizerManager:
+    manager_class: type[TokenizerManager] = TokenizerManager
     sender: FrameSender
-    if port_args.router_ipc_name is not None:
-        manager_class: type[TokenizerManager] = TokenizerWorker
-        sender = RouterSocket(port_args.endpoint(port_args.router_ipc_name))
+    if dispatcher is not None:
+        sender = dispatcher
     else:
-        manager_class = TokenizerManager
-        sender = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+        assert port_args.router_ipc_name is not None
+        manager_class = TokenizerWorker
+        sender = RouterSocket(port_args.endpoint(port_args.router_ipc_name))
+    ranks = range(len(port_args.scheduler_ipc_names))
+    running = min(info.max_running_requests for info in engine_infos)
+    most = min(running, server_args.max_running_requests or running) + server_args.max_queued_requests
+
+    def queues_are_full() -> bool:
+        up = False
+        for rank in ranks:
+            figures = board.figures("scheduler", rank)
+            if figures["life"]:
+                if figures["load"] + figures["waiting"] < most:
+                    return False
+                up = True
+        return up
 
     def describe() -> dict[str, object]:
         return {
@@ -171,6 +227,7 @@ def _make_manager(
         sender=sender,
         detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(tools.decoder),
         is_ready=board.is_ready,
+        queues_are_full=queues_are_full,
         describe=describe,
     )
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from multitok.messages.to_scheduler import BatchTokenizedEmbeddingReqInput, BatchTokenizedGenerateReqInput
+from multitok.messages.to_scheduler import TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 from multitok.tokenizer.requests import EmbeddingInput, EmbeddingSink, GenerateInput, GenerateSink, RequestError
 
 _log = logging.getLogger(__name__)
@@ -19,28 +19,57 @@ class SubRequest:
     ----------
     number : int
         The request.
+    message : TokenizedGenerateReqInput or TokenizedEmbeddingReqInput
+        As it was sent: until the first result the owner may send it again.
     call : GenerateCall or EmbeddingCall
         What it belongs to.
     index : int
         Its choice.
+    rank : int or None
+        The scheduler that has it, once it is known.
     prompt_tokens, cached_tokens : int
         Prompt ids, and how many of them were in the engine's cache.
     output_ids : bytearray
         Ids received, packed int32; their number is the index of the next one.
     text_length : int
         Characters received: with `output_ids`, all that a new detokenizer needs to go on.
+    asked_at : int
+        Length of `output_ids` at which something was found to be missing, and asked for; -1: nowhere.
+    was_sent_again : bool
+        Two schedulers may have it.
     """
 
-    __slots__ = ("cached_tokens", "call", "index", "number", "output_ids", "prompt_tokens", "text_length")
+    __slots__ = (
+        "asked_at",
+        "cached_tokens",
+        "call",
+        "index",
+        "message",
+        "number",
+        "output_ids",
+        "prompt_tokens",
+        "rank",
+        "text_length",
+        "was_sent_again",
+    )
 
-    def __init__(self, number: int, call: GenerateCall | EmbeddingCall, index: int, prompt_tokens: int) -> None:
-        self.number = number
+    def __init__(
+        self,
+        message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
+        call: GenerateCall | EmbeddingCall,
+        index: int,
+    ) -> None:
+        self.number = message.number
+        self.message = message
         self.call = call
         self.index = index
-        self.prompt_tokens = prompt_tokens
+        self.rank: int | None = None
+        self.prompt_tokens = len(message.input_ids) // 4
         self.cached_tokens = 0
         self.output_ids = bytearray()
         self.text_length = 0
+        self.asked_at = -1
+        self.was_sent_again = False
 
 
 _Input = TypeVar("_Input", GenerateInput, EmbeddingInput)
@@ -60,8 +89,8 @@ class _Call(Generic[_Input, _Sink]):
         It has one sub-request.
     ended : bool
         The sink hears nothing more.
-    message : batch message or None
-        As it was sent: until the first result the owner may send it again.
+    sent_at : float
+        When it was sent to the schedulers, in seconds of CLOCK_MONOTONIC.
     """
 
     def __init__(self, request: _Input, sink: _Sink, on_abort: Callable[[Iterable[SubRequest]], None]) -> None:
@@ -71,7 +100,7 @@ class _Call(Generic[_Input, _Sink]):
         self.running: dict[int, SubRequest] = {}
         self.ended = False
         self.single = len(request.prompts) * getattr(request, "n", 1) == 1
-        self.message: BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput | None = None
+        self.sent_at = 0.0
         self._on_abort = on_abort
 
     def abort(self) -> None:

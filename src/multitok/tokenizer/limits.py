@@ -26,23 +26,37 @@ def check_ids(ids: Sequence[int] | memoryview, vocab_size: int) -> None:
         raise RequestError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", "prompt")
 
 
-def check_texts(texts: Sequence[str], context_length: int | None, backend: TokenizerBackend) -> None:
+def check_prompt(prompt: str | bytes, ids: bytes, vocab_size: int, most: int | None) -> None:
+    """Check the ids of a prompt; those that came as text are of this vocabulary.
+
+    Raises
+    ------
+    RequestError
+        400: there are none, more than `most`, or some are outside the vocabulary.
+    """
+    if not ids:
+        raise RequestError(400, "the prompt is empty", "prompt")
+    if isinstance(prompt, bytes):
+        check_ids(memoryview(prompt).cast("i"), vocab_size)
+    if most is not None and len(ids) > 4 * most:
+        raise RequestError(400, f"the prompt of {len(ids) // 4} tokens is longer than the limit of {most}", "prompt")
+
+
+def check_texts(texts: Sequence[str], longest: int | None, backend: TokenizerBackend) -> None:
     """Refuse texts that can't fit before time is spent on tokenizing them; None: whatever doesn't fit will be cut.
 
     Raises
     ------
     RequestError
-        400: one has more tokens than the context, however they are counted.
+        400: one has more tokens than that, however they are counted.
     """
-    if context_length is None:
+    if longest is None:
         return
     for text in texts:
         # Looking closer costs a millisecond per MB, and no common text has a token per letter.
-        if len(text) > 4 * context_length and backend.least_tokens(text) > context_length:
+        if len(text) > 4 * longest and backend.least_tokens(text) > longest:
             raise RequestError(
-                400,
-                f"the prompt of {len(text)} characters has more tokens than the context of {context_length}",
-                "prompt",
+                400, f"the prompt of {len(text)} characters has more tokens than the limit of {longest}", "prompt"
             )
 
 
@@ -71,7 +85,7 @@ def fit_output(request: GenerateInput, prompt_tokens: int, context_length: int) 
     return request.sampling_params
 
 
-def fit_prompt(ids: bytes, context_length: int, truncate: bool) -> bytes:
+def fit_prompt(ids: bytes, longest: int, truncate: bool) -> bytes:
     """Return packed ids that fit an encoder, cut where that is wanted.
 
     Raises
@@ -80,9 +94,9 @@ def fit_prompt(ids: bytes, context_length: int, truncate: bool) -> bytes:
         400: there are too many.
     """
     length = len(ids) // 4
-    if length <= context_length:
+    if length <= longest:
         return ids
     if not truncate:
-        raise RequestError(400, f"the input of {length} tokens exceeds the model's limit of {context_length}", "input")
+        raise RequestError(400, f"the input of {length} tokens exceeds the limit of {longest}", "input")
     # The closing special token ([SEP]) stays, as in sentence-transformers.
-    return ids[: (context_length - 1) * 4] + ids[-4:]
+    return ids[: (longest - 1) * 4] + ids[-4:]

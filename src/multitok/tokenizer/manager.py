@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,21 +18,20 @@ from multitok.engines.base import EngineInfo
 from multitok.ipc.sender_wrapper import FrameSender, SenderWrapper
 from multitok.ipc.sockets import bind_pull
 from multitok.messages.numbers import RequestNumbers, owner_address
-from multitok.messages.to_detokenizer import BatchTokenIDOutput
 from multitok.messages.to_scheduler import (
     AbortReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
-    DecodeParams,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
-from multitok.messages.to_tokenizer import BatchStrOutput
 from multitok.tokenizer.backends import TokenizerBackend
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
 from multitok.tokenizer.chat_template import ChatTemplate
-from multitok.tokenizer.limits import check_ids, check_texts, fit_output, fit_prompt
+from multitok.tokenizer.limits import check_texts
 from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.recovery import ENGINE_DIED, Recovery, can_resume
+from multitok.tokenizer.request_maker import RequestMaker
 from multitok.tokenizer.requests import (
     EmbeddingInput,
     EmbeddingSink,
@@ -40,14 +40,15 @@ from multitok.tokenizer.requests import (
     RequestError,
     Submission,
 )
-from multitok.tokenizer.results import ResultReceiver
+from multitok.tokenizer.results import DetokenizeStep, ResultReceiver
 
 _log = logging.getLogger(__name__)
 
-# Enough ids for whatever a decoder's text depends on: an open character, a run of byte tokens, the first space.
-_TAIL_IDS = 16
 # For what no context bounds: a second for one endless word, the worst case.
 _MOST_CHARACTERS = 1 << 20
+_TOO_MANY = "too many requests are waiting; try again later"
+# What a scheduler may take for an answer beyond the longest step.
+_PATIENCE_S = 10.0
 _NO_ROOM = "the server does not take requests at the moment; try again later"
 
 
@@ -104,10 +105,12 @@ class TokenizerManager:
         Tokenizer, chat template and decoder.
     sender : FrameSender
         Takes what goes to the schedulers.
-    detokenize_step : callable or None
+    detokenize_step : DetokenizeStep or None
         Decodes batches of ids, where the owner does that itself.
     is_ready : callable
         Whether all parts are up.
+    queues_are_full : callable
+        Whether no scheduler has room, by what they last said; they decide themselves.
     describe : callable
         Returns what /server_info says of the running processes.
     """
@@ -121,8 +124,9 @@ class TokenizerManager:
         *,
         text_tools: TextTools,
         sender: FrameSender,
-        detokenize_step: Callable[[BatchTokenIDOutput], BatchStrOutput | None] | None,
+        detokenize_step: DetokenizeStep | None,
         is_ready: Callable[[], bool],
+        queues_are_full: Callable[[], bool],
         describe: Callable[[], dict[str, object]],
     ) -> None:
         self.server_args = server_args
@@ -140,16 +144,31 @@ class TokenizerManager:
         self._describe = describe
         self._text_tools = text_tools
         self._backend = text_tools.backend
-        self._numbers = RequestNumbers(port_args.index, port_args.life)
-        self._detokenizers = max(1, len(port_args.detokenizer_ipc_names))
-        # Workers begin at different ones.
-        self._turn = self.worker_id
-        self._sender = SenderWrapper(sender, self.tokenizer_ipc_name, port_args.start_token)
+        self._queues_are_full = queues_are_full
+        detokenizers = max(1, len(port_args.detokenizer_ipc_names))
+        self._maker = RequestMaker(
+            server_args,
+            engine_info,
+            RequestNumbers(port_args.index, port_args.life),
+            # Workers begin at different ones.
+            itertools.cycle((self.worker_id + i) % detokenizers for i in range(detokenizers)),
+        )
+        ranks = len(port_args.scheduler_ipc_names)
+        self._sender = SenderWrapper(sender, self.tokenizer_ipc_name, port_args.start_token, ranks)
+        requests: dict[int, SubRequest] = {}
         self.results = ResultReceiver(
             bind_pull(port_args.endpoint(self.tokenizer_ipc_name)),
             self._sender,
             port_args.start_token,
             detokenize_step,
+            requests,
+            Recovery(
+                requests,
+                self._sender,
+                ranks=ranks,
+                resume=(lambda params: can_resume(params, engine_info)) if server_args.resume_generation else None,
+                patience=server_args.step_timeout + _PATIENCE_S,
+            ),
         )
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         # /tokenize and /detokenize, however long they take, don't keep a prompt waiting.
@@ -208,6 +227,7 @@ class TokenizerManager:
             It can't be done; the sink hears nothing.
         """
         self._check_task("generate")
+        self._check_room()
         call = GenerateCall(request, sink, self._end_early)
         # Log probabilities come with the text of each token.
         load_decoder = request.sampling_params.logprobs is not None and not self._text_tools.decoder_is_loaded
@@ -217,6 +237,7 @@ class TokenizerManager:
     def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
         """Start an embedding; see `submit`."""
         self._check_task("embed")
+        self._check_room()
         call = EmbeddingCall(request, sink, self._end_early)
         self._tokenize(request.prompts, True, call, False, self._send_embedding)
         return call
@@ -242,7 +263,7 @@ class TokenizerManager:
         RequestError
             400.
         """
-        check_texts([text], self.context_length, self._backend)
+        check_texts([text], self._maker.longest_prompt, self._backend)
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
         """Return the packed int32 ids of texts.
@@ -275,6 +296,13 @@ class TokenizerManager:
             what = "generates text" if self.engine_info.task == "generate" else "makes embeddings"
             raise RequestError(400, f"the model {self.served_model_name} only {what}", "model")
 
+    def _check_room(self) -> None:
+        """Refuse what would be refused anyway, before any work is done for it."""
+        if not self.results.recovery.any_rank_is_up:
+            raise RequestError(503, ENGINE_DIED)
+        if self._queues_are_full():
+            raise RequestError(503, _TOO_MANY)
+
     def _tokenize(
         self,
         prompts: list[str | bytes],
@@ -287,7 +315,7 @@ class TokenizerManager:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if isinstance(call, EmbeddingCall) and any(len(text) > _MOST_CHARACTERS for text in texts):
             raise RequestError(400, f"an input has more than {_MOST_CHARACTERS} characters", "input")
-        longest = None if isinstance(call, EmbeddingCall) and call.request.truncate else self.context_length
+        longest = None if isinstance(call, EmbeddingCall) and call.request.truncate else self._maker.longest_prompt
         if not load_decoder and sum(map(len, texts)) <= self._backend.inline_characters:
             check_texts(texts, longest, self._backend)
             encoded = iter([self._backend.encode(text, add_special_tokens) for text in texts])
@@ -319,56 +347,13 @@ class TokenizerManager:
 
     def _send_generate(self, call: GenerateCall | EmbeddingCall, prompt_ids: list[bytes]) -> None:
         assert isinstance(call, GenerateCall)
-        request = call.request
         call.prompt_ids = prompt_ids
-        children: list[TokenizedGenerateReqInput] = []
-        several = len(prompt_ids) * request.n > 1
-        for prompt, ids in zip(request.prompts, prompt_ids, strict=True):
-            self._check_prompt(prompt, ids)
-            params = fit_output(request, len(ids) // 4, self.context_length)
-            decode_params = DecodeParams(
-                prompt_tail=ids[-4 * _TAIL_IDS :] if request.raw else b"",
-                stop=request.stop or None,
-                skip_special_tokens=request.skip_special_tokens,
-                min_new_tokens=params.min_new_tokens,
-                stream=request.stream,
-            )
-            for i in range(request.n):
-                seeded = (
-                    params if params.seed is None or i == 0 else msgspec.structs.replace(params, seed=params.seed + i)
-                )
-                children.append(
-                    TokenizedGenerateReqInput(
-                        number=self._numbers.next(),
-                        rid=self._sub_id(request.request_id, len(children), several),
-                        group=request.request_id if several else None,
-                        input_ids=ids,
-                        sampling_params=seeded,
-                        decode_params=decode_params,
-                        detokenizer=self._next_detokenizer(),
-                        priority=request.priority,
-                    )
-                )
-        self._send(call, BatchTokenizedGenerateReqInput(numbers=[c.number for c in children], batch=children))
+        self._send(call, self._maker.generate(call))
 
     def _send_embedding(self, call: GenerateCall | EmbeddingCall, prompt_ids: list[bytes]) -> None:
         assert isinstance(call, EmbeddingCall)
-        request = call.request
-        for prompt, ids in zip(request.prompts, prompt_ids, strict=True):
-            self._check_prompt(prompt, ids)
-        call.prompt_ids = [fit_prompt(ids, self.context_length, request.truncate) for ids in prompt_ids]
-        children = [
-            TokenizedEmbeddingReqInput(
-                number=self._numbers.next(),
-                rid=self._sub_id(request.request_id, i, len(prompt_ids) > 1),
-                group=request.request_id if len(prompt_ids) > 1 else None,
-                input_ids=ids,
-                detokenizer=self._next_detokenizer(),
-                priority=request.priority,
-            )
-            for i, ids in enumerate(call.prompt_ids)
-        ]
-        self._send(call, BatchTokenizedEmbeddingReqInput(numbers=[c.number for c in children], batch=children))
+        call.prompt_ids = prompt_ids
+        self._send(call, self._maker.embedding(call))
 
     def _send(
         self,
@@ -376,7 +361,7 @@ class TokenizerManager:
         message: BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput,
     ) -> None:
         children: Sequence[TokenizedGenerateReqInput | TokenizedEmbeddingReqInput] = message.batch
-        requests = [SubRequest(child.number, call, i, len(child.input_ids) // 4) for i, child in enumerate(children)]
+        requests = [SubRequest(child, call, i) for i, child in enumerate(children)]
         try:
             self._sender.send(message)
         except zmq.Again as error:
@@ -384,23 +369,9 @@ class TokenizerManager:
             if len(requests) > 1:
                 self.results.abort(requests)
             raise RequestError(503, _NO_ROOM) from error
-        call.message = message
+        call.sent_at = time.monotonic()
         for request in requests:
             self.results.add(request)
 
-    def _check_prompt(self, prompt: str | bytes, ids: bytes) -> None:
-        if not ids:
-            raise RequestError(400, "the prompt is empty", "prompt")
-        if isinstance(prompt, bytes):
-            check_ids(memoryview(prompt).cast("i"), self.engine_info.vocab_size)
-
     def _end_early(self, running: Iterable[SubRequest]) -> None:
         self.results.abort(running)
-
-    def _next_detokenizer(self) -> int:
-        self._turn = (self._turn + 1) % self._detokenizers
-        return self._turn
-
-    @staticmethod
-    def _sub_id(request_id: str | None, index: int, several: bool) -> str | None:
-        return f"{request_id}-{index}" if several and request_id is not None else request_id

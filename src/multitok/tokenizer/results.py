@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -15,8 +16,17 @@ from multitok.messages.base import FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, OutputExtras, RefusedReq
 from multitok.messages.to_scheduler import AbortReq, AckReq
-from multitok.messages.to_tokenizer import BatchStrIdentity, BatchStrOutput, ToTokenizer
+from multitok.messages.to_tokenizer import (
+    BatchStrIdentity,
+    BatchStrOutput,
+    LiveReqOutput,
+    RankDied,
+    RankStarted,
+    ToTokenizer,
+)
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
+from multitok.tokenizer.rebuilt_rows import cut_known_beginnings
+from multitok.tokenizer.recovery import Recovery
 from multitok.tokenizer.requests import EmbeddingOutput, GenerateOutput, RequestError
 
 _log = logging.getLogger(__name__)
@@ -25,7 +35,18 @@ _ACK_DELAY_S = 0.5
 # Messages that are taken before others have their turn in the loop.
 _TURN = 256
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs")
-_RETRY_DELAY_S = 0.05
+
+
+class DetokenizeStep(Protocol):
+    """Decodes batches of ids."""
+
+    def __call__(self, batch: BatchTokenIDOutput) -> BatchStrOutput | None:
+        """Return the text, if there is anything to tell."""
+        ...
+
+    def rank_died(self, rank: int, life: int) -> None:
+        """Forget what a dead scheduler had begun."""
+        ...
 
 
 class ResultReceiver:
@@ -39,8 +60,12 @@ class ResultReceiver:
         For acknowledgements and aborts.
     start_token : bytes
         Mark of this start.
-    detokenize_step : callable or None
+    detokenize_step : DetokenizeStep or None
         Decodes batches of ids, where no detokenizer does.
+    requests : dict of int to SubRequest
+        The running requests, by number; shared with `recovery`.
+    recovery : Recovery
+        What to do when a part has died, or a message was lost.
     """
 
     def __init__(
@@ -48,16 +73,18 @@ class ResultReceiver:
         socket: zmq.Socket[bytes],
         sender: SenderWrapper,
         start_token: bytes,
-        detokenize_step: Callable[[BatchTokenIDOutput], BatchStrOutput | None] | None,
+        detokenize_step: DetokenizeStep | None,
+        requests: dict[int, SubRequest],
+        recovery: Recovery,
     ) -> None:
         self._socket = socket
         self._sender = sender
         self._detokenize_step = detokenize_step
         self._frames: FrameDecoder[ToTokenizer] = FrameDecoder(start_token, ToTokenizer)
         self._identities: FrameDecoder[BatchStrIdentity] = FrameDecoder(start_token, BatchStrIdentity)
-        self._requests: dict[int, SubRequest] = {}
+        self._requests = requests
+        self.recovery = recovery
         self._ended: list[int] = []
-        self._unsent: list[AbortReq | AckReq] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -68,6 +95,7 @@ class ResultReceiver:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive."""
         self._loop = loop
+        self.recovery.start(loop)
         loop.add_reader(descriptor(self._socket), self._on_readable)
         # The descriptor is edge-triggered: what came before it was watched shows no edge.
         loop.call_soon(self._on_readable)
@@ -77,6 +105,7 @@ class ResultReceiver:
         if self._loop is not None:
             self._loop.remove_reader(descriptor(self._socket))
         self._acknowledge()
+        self.recovery.close()
         self._socket.close()
 
     def add(self, request: SubRequest) -> None:
@@ -89,6 +118,12 @@ class ResultReceiver:
         for request in requests:
             self._requests.pop(request.number, None)
             self._say(AbortReq(number=request.number))
+
+    def rank_died(self, rank: int, life: int) -> None:
+        """A scheduler has died, and nothing goes to it any more."""
+        if self._detokenize_step is not None:
+            self._detokenize_step.rank_died(rank, life)
+        self.recovery.rank_died(rank, life)
 
     # Receiving
 
@@ -113,7 +148,8 @@ class ResultReceiver:
     def _handle(self, message: ToTokenizer) -> None:
         match message:
             case BatchStrOutput():
-                self._handle_text(message)
+                if not self.recovery.is_late(message.rank, message.life):
+                    self._handle_text(message)
             case BatchTokenIDOutput():
                 if self._detokenize_step is None:
                     _log.error("ids came to an owner that does not decode")
@@ -126,8 +162,22 @@ class ResultReceiver:
                 if request is not None:
                     request.call.running.pop(message.number, None)
                     request.call.fail(RequestError(message.status, message.message))
+                    if request.was_sent_again:
+                        # The refusal may have been on its way when nobody knew the request; then somebody has it now.
+                        self._say(AbortReq(number=message.number))
+            case LiveReqOutput() | RankDied() | RankStarted():
+                self._handle_recovery(message)
             case _:
                 _log.error("%s came, which nobody asked for", type(message).__name__)
+
+    def _handle_recovery(self, message: LiveReqOutput | RankDied | RankStarted) -> None:
+        match message:
+            case LiveReqOutput():
+                self.recovery.heard(message)
+            case RankDied():
+                self.rank_died(message.rank, message.life)
+            case RankStarted():
+                self.recovery.rank_started(message.rank)
 
     def _fail_batch(self, frame: bytes) -> None:
         """Fail every request in a batch that can't be decoded, if its leading fields can be."""
@@ -145,6 +195,9 @@ class ResultReceiver:
     def _handle_text(self, batch: BatchStrOutput) -> None:  # noqa: PLR0912, PLR0915  (it runs per token)
         ids, lengths, finished = batch.output_ids, batch.output_lengths, batch.finished_reasons
         cached, extras, requests = batch.cached_tokens, batch.extras, self._requests
+        if extras is not None and extras.read_offsets is not None:
+            cut_known_beginnings(batch, requests)
+            ids, lengths = batch.output_ids, batch.output_lengths
         # Rare columns that say something of single tokens; those of a request's end come with its finish reason.
         detailed = extras is not None and any(getattr(extras, name) is not None for name in _PER_TOKEN)
         touched: dict[int, GenerateCall] = {}
@@ -164,8 +217,8 @@ class ResultReceiver:
             have = len(request.output_ids)
             if first * 4 != have and not self._continues(request, first, row_ids, finish):
                 continue
-            # Delivered: from here on its recovery needs the ids, not the message.
-            call.message = None
+            if not have:
+                request.rank = batch.rank
             request.output_ids += row_ids
             request.text_length += len(text)
             if finish is None and text and call.single and not detailed:
@@ -199,14 +252,14 @@ class ResultReceiver:
         self._end_step(touched.values())
 
     def _continues(self, request: SubRequest, first: int, row_ids: bytes, finish: FinishReason | None) -> bool:
-        """Whether a row that is out of place can be taken all the same; a gap fails its call."""
-        have = len(request.output_ids) // 4
+        """Whether a row that is out of place can be taken all the same; what is missing is asked for."""
+        have = len(request.output_ids)
         if not row_ids and (finish is None or finish.type in ("error", "abort")):
             return True
-        if first * 4 + len(row_ids) <= have * 4 and finish is None:
-            return False
         # A last row without ids shows a gap too.
-        _log.error("request %d: output %d came where %d was due", request.number, first, have)
+        if (first * 4 + len(row_ids) <= have and finish is None) or self.recovery.missed(request):
+            return False
+        _log.error("request %d: output %d came where %d was due", request.number, first, have // 4)
         self._finish(request, request.number, finish)
         request.call.fail(RequestError(500, "a part of the answer was lost"))
         return False
@@ -274,18 +327,10 @@ class ResultReceiver:
             self._say(AckReq(numbers=ended))
 
     def _say(self, message: AbortReq | AckReq) -> None:
-        self._unsent.append(message)
-        self._send_unsent()
-
-    def _send_unsent(self) -> None:
-        while self._unsent:
-            try:
-                self._sender.send(self._unsent[0])
-            except zmq.Again:
-                if self._loop is not None:
-                    self._loop.call_later(_RETRY_DELAY_S, self._send_unsent)
-                return
-            del self._unsent[0]
+        try:
+            self._sender.send(message)
+        except zmq.Again:
+            self.recovery.fell_behind()
 
 
 def _add_extras(output: GenerateOutput, extras: OutputExtras, i: int) -> None:
