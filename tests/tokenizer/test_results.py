@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import zmq
 from owner_under_test import Sink, engine_info, logprob_extras, owner_of, text_rows, until
 
 from multitok.detokenizer.incremental import TextDecoder
@@ -138,7 +137,7 @@ def test_an_owner_may_decode_for_itself(in_loop):
     in_loop(test, detokenize_step=step)
 
 
-# Repeats and gaps
+# Repeats
 
 
 def test_results_that_come_again_are_dropped(in_loop):
@@ -149,25 +148,6 @@ def test_results_that_come_again_are_dropped(in_loop):
         await until(lambda: call.ended)
         assert sink.text == "abcd"
         assert [output.completion_tokens for output in sink.outputs] == [2, 3, 4]
-
-    in_loop(test)
-
-
-@pytest.mark.parametrize("late", [("c", 2, None), ("c", 2, LENGTH), ("", 2, LENGTH), ("", 2, FinishReason("stop", 5))])
-def test_a_gap_fails_the_call_and_ends_it_in_the_engine(in_loop, late):
-    text, first, finish = late
-
-    async def test(owner):
-        call, sink = owner.submit("ab", n=2)
-        one, two = [child.number for child in await owner.sent()]
-        owner.deliver(text_rows((one, "a", 0, None)))
-        owner.deliver(text_rows((one, text, first, finish)))
-        await until(lambda: call.ended)
-        assert sink.errors == [(500, "a part of the answer was lost")]
-        assert sink.text == "a"
-        aborted = {(await owner.sent_one()).number for _ in range(1 if finish else 2)}
-        assert aborted == ({two} if finish else {one, two})
-        assert len(owner.manager.results) == 0
 
     in_loop(test)
 
@@ -281,31 +261,6 @@ def test_a_refusal_of_one_choice_fails_the_call_and_ends_the_others(in_loop):
         assert len(sink.heard) == 1
 
     in_loop(test)
-
-
-def test_what_the_schedulers_do_not_take_is_said_again_until_they_do(in_loop):
-    class Busy:
-        def __init__(self) -> None:
-            self.refusals = 3
-            self.taken: list[bytes] = []
-
-        def send_frames(self, frames) -> None:
-            if self.taken and self.refusals:
-                self.refusals -= 1
-                raise zmq.Again
-            self.taken.append(bytes(frames[1]))
-
-    busy = Busy()
-
-    async def test(owner):
-        call, _ = owner.submit("ab", n=2)
-        numbers = list(call.running)
-        call.abort()
-        await until(lambda: len(busy.taken) == 3)
-        assert [owner._payloads.decode(payload).number for payload in busy.taken[1:]] == numbers
-        assert busy.refusals == 0
-
-    in_loop(test, sender=busy)
 
 
 # Sinks that fail

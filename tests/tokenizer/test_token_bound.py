@@ -115,5 +115,5 @@ def test_a_text_beyond_the_context_is_refused_without_tokenizing_it():
         least_tokens = backends("smollm2")[1].least_tokens
 
     check_texts(["a" * 8192 * 4, b"\0" * 100], 8192, NeverEncodes())
-    with pytest.raises(RequestError, match="the prompt of 1000000 characters has more tokens than the context of 8192"):
+    with pytest.raises(RequestError, match="the prompt of 1000000 characters has more tokens than the limit of 8192"):
         check_texts(["ok", "ab " * 333_333 + "a"], 8192, NeverEncodes())

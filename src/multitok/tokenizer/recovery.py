@@ -123,6 +123,8 @@ class Recovery:
         self._doubts: dict[int, float] = {}
         # At the last look for silence: the ids of each request, and how many looks ago they were as many.
         self._seen: dict[int, tuple[int, int]] = {}
+        # Something could not be sent, and the next question makes up for it.
+        self._behind = False
         self._retry_delay = _RETRY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -214,8 +216,9 @@ class Recovery:
 
     def fell_behind(self) -> None:
         """Make up for aborts or acknowledgements that could not be sent: a list of what is live says the same."""
-        self._after(self._retry_delay, self._ask)
-        self._retry_delay = min(2 * self._retry_delay, _LONGEST_RETRY_S)
+        if not self._behind:
+            self._behind = True
+            self._after(self._retry_delay, self._ask)
 
     def heard(self, answer: LiveReqOutput) -> None:
         """Take one rank's answer."""
@@ -228,7 +231,7 @@ class Recovery:
         question.known.update(answer.known)
         if answer.rank in question.awaited:
             question.awaited.discard(answer.rank)
-            if not question.awaited:
+            if not question.awaited and not self._behind:
                 self._after(_GRACE_S, self._conclude, question)
 
     # Questions
@@ -252,6 +255,7 @@ class Recovery:
 
     def _ask(self) -> None:
         """Tell all ranks what this owner waits for, and ask what they have of it; this replaces an open question."""
+        self._behind = False
         if not self._router_up or not self._ranks_up:
             # Whichever starts next has it asked, or sends what is held.
             self._forget_question()
@@ -270,6 +274,7 @@ class Recovery:
             self._sender.send(message)
         except zmq.Again:
             self._question = None
+            self._retry_delay = min(2 * self._retry_delay, _LONGEST_RETRY_S)
             self.fell_behind()
             return
         self._retry_delay = _RETRY_S
@@ -279,6 +284,7 @@ class Recovery:
 
     def _forget_question(self) -> None:
         self._question = None
+        self._behind = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
