@@ -12,11 +12,11 @@ from multitok.detokenizer.manager import DetokenizerManager
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import encode_frame
-from multitok.messages.to_child import OwnerDied, Stop
+from multitok.messages.to_child import OwnerDied, PartDied, Stop
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq
 from multitok.messages.to_scheduler import DecodeParams
 from multitok.messages.to_tokenizer import BatchStrOutput, ToTokenizer
-from parts import DEADLINE_S, byte_tokenizer, channel_pair, pack
+from parts import DEADLINE_S, byte_tokenizer, channel_pair, pack, wait_until
 
 
 def ids(text: str, owners: list[str | None], first: int = 0, **fields) -> BatchTokenIDOutput:
@@ -123,6 +123,43 @@ def test_an_owner_that_has_died_gets_nothing_more_and_the_others_do(make_site):
     site.send("d0", ids("cd", ["w1.1", "w2.1"], first=1))
     assert living.next().output_strs == ["d"]
     assert dying.is_empty()
+
+
+def test_two_lives_of_the_one_owner_each_get_their_rows(make_site):
+    site = make_site(workers=1)
+    detokenizer = site.ready_child("detokenizer", ["d0"])
+    old, new = (site.inbox(owner, ToTokenizer) for owner in ("w1.1", "w1.2"))
+    site.send("d0", ids("a", ["w1.1"]))
+    assert old.next().output_strs == ["a"]
+    site.send("d0", ids("bx", ["w1.1", "w1.2"]))
+    site.send("d0", ids("cy", ["w1.1", "w1.2"], first=1))
+    assert [old.next().output_strs for _ in range(2)] == [["b"], ["c"]]
+    assert [new.next().output_strs for _ in range(2)] == [["x"], ["y"]]
+    detokenizer.send(OwnerDied("w1.1"))
+    site.send("d0", ids("dz", ["w1.1", "w1.2"], first=2))
+    assert new.next().output_strs == ["z"]
+
+
+def test_the_death_of_a_scheduler_ends_the_state_of_its_requests(site, detokenizer):
+    owner = site.inbox("w1.1", ToTokenizer)
+    site.send("d0", ids("a", ["w1.1"], rank=0, life=1))
+    assert owner.next().output_strs == ["a"]
+    detokenizer.send(PartDied("scheduler", 0, 1))
+    detokenizer.send(PartDied("router", 0, 1))
+
+    def is_forgotten() -> bool:
+        # Once it is known, what the dead life says is dropped.
+        site.send("d0", ids("b", ["w1.1"], first=1, rank=0, life=1))
+        site.send("d0", refusal("w1.1"))
+        heard = []
+        while not heard or heard[-1] != refusal("w1.1"):
+            heard.append(owner.next())
+        return len(heard) == 1
+
+    wait_until(is_forgotten)
+    # The next life may use the rank's name.
+    site.send("d0", ids("c", ["w1.1"], rank=0, life=2))
+    assert owner.next().output_strs == ["c"]
 
 
 # In multi mode

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import zlib
 
 import pytest
 from owner_under_test import Sink, engine_info, owner_of, text_rows, until
@@ -152,6 +153,79 @@ def test_what_does_not_fit_is_refused_and_nothing_is_sent(in_loop):
         assert refused(owner, ["ab", "", "cd"])[0] == 400
 
     in_loop(test)
+
+
+def test_a_prompt_that_is_longer_than_the_operator_wants_is_refused(make_site, in_loop):
+    async def generates(owner):
+        expected = (400, "the prompt of 11 tokens is longer than the limit of 10", "prompt")
+        assert refused(owner, "x" * 11) == expected
+        assert refused(owner, [pack([1] * 11)]) == expected
+        owner.submit("x" * 10)
+        status, message, param = refused(owner, LONG_TEXT)
+        assert (status, param) == (400, "prompt")
+        assert "has more tokens than the limit of 10" in message
+        with pytest.raises(RequestError):
+            owner.manager.check_text(LONG_TEXT)
+
+    async def embeds(owner):
+        with pytest.raises(RequestError, match="the input of 11 tokens exceeds the limit of 10"):
+            owner.submit_embedding(["x" * 11])
+        owner.submit_embedding(["x" * 20 + "!"], truncate=True)
+        assert (await owner.sent_one()).input_ids == pack(list(b"x" * 9 + b"!"))
+
+    in_loop(generates, site=make_site(max_prompt_tokens=10))
+    in_loop(embeds, site=make_site(max_prompt_tokens=10), info=engine_info(task="embed"))
+
+
+def test_nothing_is_tokenized_while_no_scheduler_has_room(in_loop):
+    backend = GatedBackend()
+    full = [True]
+
+    async def test(owner):
+        status, message, _ = refused(owner, "ab")
+        assert (status, message) == (503, "too many requests are waiting; try again later")
+        assert backend.threads == []
+        full[0] = False
+        owner.submit("ab")
+        assert (await owner.sent_one()).input_ids == pack(list(b"ab"))
+
+    in_loop(test, backend=backend, queues_are_full=lambda: full[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted", "expected"),
+    [(None, None, None), (None, 3.0, 3.0), (5.0, None, 5.0), (5.0, 3.0, 3.0), (2.0, 3.0, 2.0)],
+)
+def test_the_shorter_time_limit_counts_and_the_tenant_is_told(make_site, in_loop, option, wanted, expected):
+    site = make_site(request_timeout=option, queue_timeout=7.0)
+
+    async def generates(owner):
+        owner.submit("ab", timeout=wanted, tenant=77)
+        message = await owner.sent_one()
+        assert (message.timeout, message.queue_timeout, message.tenant) == (expected, 7.0, 77)
+
+    async def embeds(owner):
+        owner.submit_embedding(["ab"], timeout=wanted, tenant=77)
+        message = await owner.sent_one()
+        assert (message.timeout, message.queue_timeout, message.tenant) == (expected, 7.0, 77)
+
+    in_loop(generates, site=site)
+    in_loop(embeds, site=site, info=engine_info(task="embed"))
+
+
+def test_the_same_id_has_the_same_rank_whoever_sends_it(in_loop):
+    async def test(owner):
+        for _ in range(5):
+            owner.submit("ab", request_id="mine")
+            owner.submit("ab", n=2, request_id="mi")
+        at: dict[str, set[int]] = {}
+        for rank, scheduler in enumerate(owner.schedulers):
+            while scheduler.socket.poll(200):
+                for child in await owner.sent(rank):
+                    at.setdefault(child.rid, set()).add(rank)
+        assert at == {rid: {zlib.crc32(rid.encode()) % 3} for rid in ("mine", "mi-0", "mi-1")}
+
+    in_loop(test, ranks=3)
 
 
 def test_without_a_limit_of_its_own_a_request_has_the_room_that_is_left(in_loop):

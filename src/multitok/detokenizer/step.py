@@ -183,7 +183,7 @@ class DetokenizerStep:
 
     def rank_died(self, rank: int, life: int) -> None:
         """Forget what a dead scheduler had begun; its last word will not come."""
-        self._dead_lives[rank] = life
+        self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
         self._expects_strays = True
         for number in [number for number, request in self._requests.items() if request.rank == rank]:
             self._remove(number)

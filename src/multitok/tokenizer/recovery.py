@@ -156,7 +156,7 @@ class Recovery:
     def rank_died(self, rank: int, life: int) -> None:
         """Fail or send again what a scheduler had; find out about the requests that it may have had."""
         self._ranks_up.discard(rank)
-        self._dead_lives[rank] = life
+        self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
         unknown = False
         for request in list(self._requests.values()):
             # One that failed has taken the others of its call along.
