@@ -136,3 +136,10 @@ def test_what_was_sent_while_the_receiver_was_dead_arrives_at_its_replacement(si
         assert mapping.send_output("d0", message(number))
     replacement = site.inbox("d0", ToDetokenizer)
     assert [replacement.next() for _ in range(3)] == [message(number) for number in range(3)]
+
+
+def test_what_is_no_address_is_counted_and_skipped(mapping, caplog):
+    assert not mapping.send_output("x" * 200, message(1))
+    assert mapping.undeliverable == 1
+    assert "is no address" in caplog.text
+    assert len(mapping) == 0

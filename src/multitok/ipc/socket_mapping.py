@@ -72,7 +72,12 @@ class SocketMapping:
             if address in self._dead:
                 self.undeliverable += 1
                 return False
-            self._register_ipc_mapping(address)
+            try:
+                self._register_ipc_mapping(address)
+            except zmq.ZMQError as error:
+                self.undeliverable += 1
+                _log.error("%.100r is no address: %s; dropped a message", address, error)
+                return False
         try:
             self._sockets[address].send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:

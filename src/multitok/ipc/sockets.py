@@ -57,7 +57,11 @@ def connect_push(endpoint: str) -> zmq.Socket[bytes]:
     socket.linger = 0
     socket.sndhwm = HIGH_WATER_MARK
     socket.reconnect_ivl = _RECONNECT_MS
-    socket.connect(endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
     return socket
 
 
