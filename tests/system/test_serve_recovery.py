@@ -66,8 +66,10 @@ class _Stream:
         if response.status != 200:
             self.error = {"status": response.status, **json.loads(response.read())["error"]}
             return
+        done = False
         for line in response:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            done = done or line.startswith(b"data: [DONE]")
+            if done or not line.startswith(b"data: "):
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
@@ -80,6 +82,9 @@ class _Stream:
                 with self._news:
                     self.begun = True
                     self._news.notify_all()
+        if not done:
+            # Lines of a connection that breaks just end.
+            raise http.client.IncompleteRead(b"")
 
     def check_whole(self) -> None:
         assert (self.error, self.broken, self.finish) == (None, None, "length"), self.prompt
@@ -115,6 +120,13 @@ def _end(server: Server, part: str, number: signal.Signals) -> int:
 
 
 def _works(server: Server) -> None:
+    """Check that the next answers are right, from the moment on at which everybody has heard of the new part."""
+
+    def serves() -> bool:
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+        return server.connection().post("/v1/completions", json=body).status_code == 200
+
+    eventually(serves, ERROR_S, "requests are taken again")
     for _ in range(4):
         answer = server.openai.completions.create(model=MODEL, prompt=_prompt(999), max_tokens=10)
         assert answer.choices[0].text == echo_text(_prompt(999), 10)
