@@ -144,7 +144,7 @@ class OpenVINOEngine:
             sampling=SAMPLING,
             grammars=GRAMMARS,
             max_running_requests=config.max_num_seqs,
-            resumable=RESUMABLE if exact and _is_exact(properties) else [],
+            resumable=RESUMABLE if _is_exact(properties) and not config.enable_prefix_caching else [],
         )
         self._unchecked: dict[int, _Unchecked] = {}
         self._grammars = GrammarGate(str(model_path), vocab_size)
@@ -232,16 +232,18 @@ class OpenVINOEngine:
     def _start_checked(self) -> list[EngineOutput]:
         """Start the requests whose grammar is good, and return the ends of those whose grammar is not."""
         # With nothing else to do, waiting here keeps the caller from spinning.
-        self._grammars.poll(0.0 if self._pipeline.has_non_finished_requests() else GRAMMAR_WAIT_S)
+        given_up = self._grammars.poll(0.0 if self._pipeline.has_non_finished_requests() else GRAMMAR_WAIT_S)
         ends: list[EngineOutput] = []
         for number, (input_ids, params, grammar) in list(self._unchecked.items()):
-            problem = self._grammars.verdict(grammar)
+            reason = given_up.get(grammar)
+            # To ask for the verdict on one that was given up would ask the compiler again.
+            problem = reason or self._grammars.verdict(grammar)
             if problem is None:
                 continue
             del self._unchecked[number]
             try:
                 if problem:
-                    raise EngineRefusal(400, _grammar_problem(grammar, problem))
+                    raise EngineRefusal(400 if reason is None else 503, _grammar_problem(grammar, problem))
                 self._start(number, input_ids, params)
             except EngineRefusal as refusal:
                 finish = FinishReason("error", status=refusal.status, message=refusal.message)
@@ -306,7 +308,7 @@ class OpenVINOEngine:
 
 
 def _is_exact(properties: dict[str, Any]) -> bool:
-    """Whether ids worked on together, as a prompt, give what they gave one by one."""
+    """Whether nothing is rounded: ids worked on together, as a prompt, then give what they gave one by one."""
     precisions = (properties["KV_CACHE_PRECISION"], properties["INFERENCE_PRECISION_HINT"])
     return precisions == ("f32", "f32") and not properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 
