@@ -107,17 +107,49 @@ class Driver:
         return [self.results[number] for number in numbers]
 
 
-class EngineConformance:
-    """Subclasses define the fixtures `engine` (idle) and `prompts` (16 different ones), and may set `long_prompt`."""
+class ResumptionConformance:
+    """What holds for the fields in `EngineInfo.resumable`; fixtures as in `EngineConformance`."""
 
     new_tokens = 24
-    long_prompt_length = 400
 
     @pytest.fixture
     def driver(self, engine):
         assert not engine.has_unfinished()
         yield Driver(engine)
         assert not engine.has_unfinished(), "the test left work in the engine"
+
+    def test_a_resumed_request_gets_the_rest_of_an_undisturbed_run(self, driver, engine, prompts):
+        """At several cuts for each field that the engine names, and for all of them together."""
+        named = engine.info.resumable
+        assert set(named) <= set(RESUMED)
+        wanted = [RESUMED[name] for name in named]
+        together = {field: value for fields in wanted for field, value in fields.items()}
+        self.check_resumption(driver, prompts[:4], [*wanted, *([together] if named else [])])
+
+    def check_resumption(self, driver, prompts, wanted):
+        most = self.new_tokens
+        free = driver.run(*((prompt, greedy(most, ignore_eos=True)) for prompt in prompts))
+        runs = []
+        for fields in wanted:
+            for prompt, result in zip(prompts, free, strict=True):
+                given = {"temperature": 0.0, **fields}
+                if "stop_token_ids" in given:
+                    given["stop_token_ids"] = [result.ids[13]]
+                runs.append((prompt, SamplingParams(max_new_tokens=most, **given)))
+        for (prompt, params), whole in zip(runs, driver.run(*runs), strict=True):
+            cuts = [cut for cut in (1, 2, 7, 13, 18, len(whole.ids) - 1) if cut < len(whole.ids)]
+            numbers = [driver.add(prompt + whole.ids[:cut], params_left(params, cut), resumed=cut) for cut in cuts]
+            driver.until_idle()
+            for cut, rest in zip(cuts, (driver.results[number] for number in numbers), strict=True):
+                assert rest.ids == whole.ids[cut:], (params, cut, prompt[4:8])
+                assert rest.finish == whole.finish
+                assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-3)
+
+
+class EngineConformance(ResumptionConformance):
+    """Subclasses define the fixtures `engine` (idle) and `prompts` (16 different ones), and may set `long_prompt`."""
+
+    long_prompt_length = 400
 
     @pytest.fixture
     def long_prompt(self, prompts):
@@ -281,33 +313,6 @@ class EngineConformance:
         numbers = [driver.add(prompts[i % 4], params) for i in range(200)]
         driver.until_idle()
         assert [driver.results[number].ids for number in numbers] == [alone[i % 4] for i in range(200)]
-
-    def test_a_resumed_request_gets_the_rest_of_an_undisturbed_run(self, driver, engine, prompts):
-        """At several cuts for each field that the engine names, and for all of them together."""
-        named = engine.info.resumable
-        assert set(named) <= set(RESUMED)
-        wanted = [RESUMED[name] for name in named]
-        together = {field: value for fields in wanted for field, value in fields.items()}
-        self.check_resumption(driver, prompts[:4], [*wanted, *([together] if named else [])])
-
-    def check_resumption(self, driver, prompts, wanted):
-        most = self.new_tokens
-        free = driver.run(*((prompt, greedy(most, ignore_eos=True)) for prompt in prompts))
-        runs = []
-        for fields in wanted:
-            for prompt, result in zip(prompts, free, strict=True):
-                given = {"temperature": 0.0, **fields}
-                if "stop_token_ids" in given:
-                    given["stop_token_ids"] = [result.ids[13]]
-                runs.append((prompt, SamplingParams(max_new_tokens=most, **given)))
-        for (prompt, params), whole in zip(runs, driver.run(*runs), strict=True):
-            cuts = [cut for cut in (1, 2, 7, 13, 18, len(whole.ids) - 1) if cut < len(whole.ids)]
-            numbers = [driver.add(prompt + whole.ids[:cut], params_left(params, cut), resumed=cut) for cut in cuts]
-            driver.until_idle()
-            for cut, rest in zip(cuts, (driver.results[number] for number in numbers), strict=True):
-                assert rest.ids == whole.ids[cut:], (params, cut)
-                assert rest.finish == whole.finish
-                assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-3)
 
     def test_an_empty_prompt_is_refused(self, driver):
         with pytest.raises(EngineRefusal) as refusal:

@@ -149,4 +149,4 @@ def test_ten_thousand_that_wait_leave_as_fast_as_they_came(start):
         rank.abort(number)
     rank.abort(20_000)
     wait_until(lambda: board.figures("scheduler", 0)["waiting"] == 0)
-    assert rank.counts()[0:2] == (0, 0)
+    assert rank.counts()[1] == 0

@@ -71,28 +71,28 @@ class RankDispatcher:
     def __init__(self, port_args: PortArgs, policy: RoutingPolicy) -> None:
         self._policy = policy
         self._endpoints = [port_args.endpoint(address) for address in port_args.scheduler_ipc_names]
-        self._sockets = {rank: connect_push(endpoint) for rank, endpoint in enumerate(self._endpoints)}
-        self._up = list(self._sockets)
+        self._send_to_scheduler = {rank: connect_push(endpoint) for rank, endpoint in enumerate(self._endpoints)}
+        self._up = list(self._send_to_scheduler)
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self.dropped = 0
 
     @property
     def down(self) -> list[int]:
         """The ranks that are not up."""
-        return [rank for rank in range(len(self._endpoints)) if rank not in self._sockets]
+        return [rank for rank in range(len(self._endpoints)) if rank not in self._send_to_scheduler]
 
     def rank_died(self, rank: int) -> None:
         """Send nothing to a rank any more; what is still queued is lost, so that its next life gets nothing stale."""
-        socket = self._sockets.pop(rank, None)
+        socket = self._send_to_scheduler.pop(rank, None)
         if socket is not None:
             socket.close()
-            self._up = sorted(self._sockets)
+            self._up = sorted(self._send_to_scheduler)
 
     def rank_started(self, rank: int) -> None:
         """Send to a rank again, whose new life is ready."""
-        if rank not in self._sockets and 0 <= rank < len(self._endpoints):
-            self._sockets[rank] = connect_push(self._endpoints[rank])
-            self._up = sorted(self._sockets)
+        if rank not in self._send_to_scheduler and 0 <= rank < len(self._endpoints):
+            self._send_to_scheduler[rank] = connect_push(self._endpoints[rank])
+            self._up = sorted(self._send_to_scheduler)
 
     def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
         """Send header and payload of each child on; what isn't such a pair of this start is dropped, with a log line.
@@ -124,7 +124,7 @@ class RankDispatcher:
         undelivered: list[Header] = []
         for rank, rank_frames in per_rank.items():
             try:
-                self._sockets[rank].send_multipart(rank_frames, zmq.NOBLOCK)
+                self._send_to_scheduler[rank].send_multipart(rank_frames, zmq.NOBLOCK)
             except zmq.Again:
                 undelivered += requests.get(rank, ())
                 self._count_dropped(rank, len(rank_frames) // 2 - len(requests.get(rank, ())))
