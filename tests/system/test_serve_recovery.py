@@ -69,7 +69,7 @@ class _Stream:
         done = False
         for line in response:
             done = done or line.startswith(b"data: [DONE]")
-            if done or not line.startswith(b"data: "):
+            if not line.startswith(b"data: ") or done:
                 continue
             chunk = json.loads(line[6:])
             if "error" in chunk:
@@ -83,8 +83,8 @@ class _Stream:
                     self.begun = True
                     self._news.notify_all()
         if not done:
-            # Lines of a connection that breaks just end.
-            raise http.client.IncompleteRead(b"")
+            # Read line by line, a connection that breaks looks like the end.
+            raise http.client.IncompleteRead(self.text.encode())
 
     def check_whole(self) -> None:
         assert (self.error, self.broken, self.finish) == (None, None, "length"), self.prompt
@@ -206,15 +206,19 @@ def test_every_waiting_client_is_told_of_a_dead_scheduler(options: tuple[str, ..
 
 
 @contextmanager
-def _whole_answers(server: Server, count: int) -> Iterator[list[int]]:
+def _whole_answers(server: Server, count: int) -> Iterator[list[object]]:
     """Ask for so many long answers that are not streamed; yields their statuses as they come."""
-    statuses: list[int] = []
+    statuses: list[object] = []
 
     def wait(connection: http.client.HTTPConnection) -> None:
-        response = connection.getresponse()
-        response.read()
-        statuses.append(response.status)
-        connection.close()
+        try:
+            response = connection.getresponse()
+            response.read()
+            statuses.append(response.status)
+        except (OSError, http.client.HTTPException) as error:
+            statuses.append(repr(error))
+        finally:
+            connection.close()
 
     body = {"model": MODEL, "prompt": _prompt(0), "max_tokens": 4000}
     threads = [threading.Thread(target=wait, args=[server.begin("/v1/completions", body)]) for _ in range(count)]
