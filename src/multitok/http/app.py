@@ -25,6 +25,7 @@ from multitok.tokenizer.requests import RequestError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from multitok.config import ServerArgs
     from multitok.http.manager import Manager
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 _WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
 
 
-def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, draining: Callable[[], bool]) -> ASGIApp:
+def make_app(manager: Manager, hot_paths: Iterable[str], limits: ServerArgs, draining: Callable[[], bool]) -> ASGIApp:
     """Build the application.
 
     Parameters
@@ -41,13 +42,13 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, drain
         Does the work.
     hot_paths : iterable of str
         Paths whose POST the protocol serves; known here so that other methods get 405.
-    max_prompts : int
-        Most texts of one request.
+    limits : ServerArgs
+        What one request may hold.
     draining : callable
         Whether every connection's next answer is its last.
     """
     health, models = HealthRoutes(manager), ModelRoutes(manager)
-    tokens = TokenRoutes(manager, max_prompts)
+    tokens = TokenRoutes(manager, limits)
     routes = [
         Route("/health", health.health, methods=["GET"]),
         Route("/ready", health.ready, methods=["GET"]),
@@ -57,7 +58,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, drain
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/abort_request", AbortRoute(manager).abort_request, methods=["POST"]),
+        Route("/abort_request", AbortRoute(manager, limits).abort_request, methods=["POST"]),
         *(Route(path, _unreachable, methods=["POST"]) for path in hot_paths),
     ]
     app = Starlette(
@@ -80,7 +81,7 @@ async def _on_request_error(request: Request, exc: Exception) -> Response:
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     words = _WORDS.get(exc.status_code, exc.detail)
-    message = words.format(path=request.url.path, method=request.method)
+    message = words.format(path=request.url.path[:200], method=request.method)
     return error_response(RequestError(exc.status_code, message), dict(exc.headers or {}))
 
 

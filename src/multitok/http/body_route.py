@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from multitok.config import ServerArgs
 from multitok.http.decode import decode_body
 from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
@@ -45,13 +46,13 @@ class BodyRoute(ABC):
     ----------
     manager : Manager
         Does the work.
-    max_prompts : int
-        Most prompts, and most choices, of one request.
+    limits : ServerArgs
+        What one request may hold.
     """
 
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
+    def __init__(self, manager: Manager, limits: ServerArgs) -> None:
         self._manager = manager
-        self._max_prompts = max_prompts
+        self._limits = limits
 
     def __call__(self, exchange: HttpExchange) -> None:
         """Serve one request; a large body is read in a thread, and other requests go on meanwhile."""

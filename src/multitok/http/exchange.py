@@ -82,6 +82,8 @@ class HttpExchange:
         Called with an error when a drain's time is up; a stream ends with it as an event.
     request_id : str or None
         Returned in ``x-request-id`` once set.
+    tenant : int
+        Whose limits it counts against; 0 where there are no keys.
     """
 
     __slots__ = (
@@ -104,6 +106,7 @@ class HttpExchange:
         "response_complete",
         "response_started",
         "route",
+        "tenant",
         "too_large",
         "transport",
     )
@@ -138,6 +141,7 @@ class HttpExchange:
         self.on_writable: Callable[[], None] | None = None
         self.on_cut: Callable[[RequestError], None] | None = None
         self.request_id: str | None = None
+        self.tenant = 0
         self._active = False
         self._breather = BREATHER
 

@@ -31,21 +31,21 @@ DRAIN_GRACE = 1.0
 FLUSH_SECONDS = 1.0
 
 
-def hot_routes(manager: Manager, max_prompts: int) -> dict[str, Route]:
+def hot_routes(manager: Manager, limits: ServerArgs) -> dict[str, Route]:
     """Make the routes that are served without ASGI, by path.
 
     Parameters
     ----------
     manager : Manager
         Does the work.
-    max_prompts : int
-        Most prompts, and most choices, of one request.
+    limits : ServerArgs
+        What one request may hold.
     """
     return {
-        "/v1/chat/completions": ChatRoute(manager, max_prompts),
-        "/v1/completions": CompletionRoute(manager, max_prompts),
-        "/v1/embeddings": EmbeddingRoute(manager, max_prompts),
-        "/generate": GenerateRoute(manager, max_prompts),
+        "/v1/chat/completions": ChatRoute(manager, limits),
+        "/v1/completions": CompletionRoute(manager, limits),
+        "/v1/embeddings": EmbeddingRoute(manager, limits),
+        "/generate": GenerateRoute(manager, limits),
     }
 
 
@@ -77,12 +77,12 @@ class HttpServer:
     async def start(self) -> None:
         """Begin to serve."""
         args = self._args
-        routes = hot_routes(self._manager, args.max_prompts)
+        routes = hot_routes(self._manager, args)
         state = DirectServerState(
             {path.encode(): route for path, route in routes.items()}, args.max_body_bytes, self._on_closed
         )
         config = Config(
-            make_app(self._manager, routes, args.max_prompts, lambda: state.drain_grace is not None),
+            make_app(self._manager, routes, args, lambda: state.drain_grace is not None),
             http=DirectHttpProtocol,
             ws="none",
             lifespan="off",

@@ -6,9 +6,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from multitok.http.decode import decode_body
+from multitok.config import ServerArgs
+from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
 from multitok.http.manager import Manager
+from multitok.http.openai.common import check_request_id
 from multitok.http.respond import json_response
 
 
@@ -29,15 +31,20 @@ class AbortRoute:
     ----------
     manager : Manager
         Does the work.
+    limits : ServerArgs
+        What one request may hold.
     """
 
-    def __init__(self, manager: Manager) -> None:
+    def __init__(self, manager: Manager, limits: ServerArgs) -> None:
         self._manager = manager
+        self._longest_id = limits.max_request_id_length
 
     async def abort_request(self, request: Request) -> Response:
         """Serve one request; an id that is not running is no error, since it may just have ended."""
-        body = decode_body(_decoder, await request.body())
+        body = await read_body(_decoder, request)
         if not body.rid and not body.abort_all:
             raise invalid("rid", "or abort_all is required")
+        if body.rid is not None:
+            check_request_id(body.rid, "rid", self._longest_id)
         self._manager.abort_by_id(None if body.abort_all else body.rid, bool(body.abort_all))
         return json_response({"success": True})

@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from multitok.config import ServerArgs
 from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
 from multitok.http.manager import Manager
@@ -46,13 +47,13 @@ class TokenRoutes:
     ----------
     manager : Manager
         Does the work.
-    max_prompts : int
-        Most texts of one request.
+    limits : ServerArgs
+        What one request may hold.
     """
 
-    def __init__(self, manager: Manager, max_prompts: int) -> None:
+    def __init__(self, manager: Manager, limits: ServerArgs) -> None:
         self._manager = manager
-        self._max_prompts = max_prompts
+        self._max_prompts = limits.max_prompts
 
     def _check_count(self, param: str, items: list[str] | list[list[int]]) -> None:
         if len(items) > self._max_prompts:
