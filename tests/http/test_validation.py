@@ -85,7 +85,7 @@ OPENAI_BAD = [
     ("response_format", [5, "json_object"]),
     ("user", [5]),
     ("return_token_ids", ["x", 1]),
-    ("request_id", ["", "x" * 129, "a b", "a\r\nX: y", "é", 5]),
+    ("request_id", ["", "x" * 257, "a b", "a\r\nX: y", "é", 5]),
     ("priority", ["x", HUGE, 1.5]),
     ("guided_json", [{}, "x"]),
     ("structured_outputs", [{}]),

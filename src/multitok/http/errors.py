@@ -5,6 +5,8 @@ One object for all API families, so that a client needs one error handler.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from multitok.tokenizer.requests import RequestError
@@ -55,6 +57,20 @@ def invalid(param: str, problem: str) -> RequestError:
         What is wrong with it.
     """
     return RequestError(400, f"{param}: {problem}", param)
+
+
+def named_for(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error of `TokenizerManager` with the field's name in the client's API.
+
+    Parameters
+    ----------
+    error : RequestError
+        The refusal or failure.
+    names : mapping of str to str
+        The API's name of a field, where it is another.
+    """
+    name = names.get(error.param or "")
+    return error if name is None else RequestError(error.status, error.message, name)
 
 
 def error_type(status: int) -> str:

@@ -5,11 +5,14 @@ Both are told what an answer looks like by a writer of the API family. A step's 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from multitok.http.choice import ChoiceBuffer, UsageCounter
+from multitok.http.errors import named_for
 from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
+from multitok.http.parts import respond_in_parts
 from multitok.http.sse import encode_json
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
 
@@ -28,6 +31,11 @@ class Writer(Protocol):
 
     submission: Submission | None
 
+    @property
+    def names(self) -> Mapping[str, str]:
+        """The API's own names of ``prompt`` and ``max_tokens``, where they are others."""
+        ...
+
     def first(self) -> bytes:
         """Events before all others; may be empty."""
         ...
@@ -44,8 +52,8 @@ class Writer(Protocol):
         """Events after all others."""
         ...
 
-    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
-        """Body of a whole answer, from the merged output of each choice."""
+    def answer(self, outputs: Iterable[GenerateOutput], usage: UsageCounter) -> Iterator[bytes]:
+        """Body of a whole answer in parts, from the merged output of each choice."""
         ...
 
 
@@ -116,7 +124,7 @@ class StreamSink:
 
     def on_error(self, error: RequestError) -> None:
         """End with an error, after what came before it."""
-        self._error = error
+        self._error = named_for(error, self._writer.names)
         if not self._exchange.flow.write_paused:
             self._finish()
 
@@ -189,13 +197,16 @@ class CollectSink:
         """Answer when every choice has ended."""
         if self._open > 0 or self._exchange.disconnected:
             return
-        outputs = [choice.merged() for choice in self._choices]
-        self._exchange.respond(200, self._writer.answer(outputs, self._usage))
+        respond_in_parts(self._exchange, self._answer())
+
+    def _answer(self) -> Iterator[bytes]:
+        yield from self._writer.answer((choice.merged() for choice in self._choices), self._usage)
+        # It leads back here; a cycle would wait for the garbage collector.
         self._writer.submission = None
 
     def on_error(self, error: RequestError) -> None:
         """Answer with the error."""
-        self._exchange.send_error(error)
+        self._exchange.send_error(named_for(error, self._writer.names))
 
     def on_cut(self, error: RequestError) -> None:
         """Answer with the error when a drain's time is up."""
@@ -223,7 +234,10 @@ def generate(exchange: HttpExchange, manager: Manager, request: GenerateInput, w
     """
     kind = StreamSink if request.stream else CollectSink
     sink = kind(exchange, writer, len(request.prompts), request.n)
-    submission = manager.submit(request, sink)
+    try:
+        submission = manager.submit(request, sink)
+    except RequestError as error:
+        raise named_for(error, writer.names) from None
     writer.submission = submission
     exchange.on_disconnect = submission.abort
     exchange.on_cut = sink.on_cut

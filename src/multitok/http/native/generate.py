@@ -7,7 +7,9 @@ the whole text so far in every event, costs the square of an answer's length.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import msgspec
@@ -20,7 +22,8 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
-from multitok.http.openai.common import check_model, check_priority, check_task, set_request_id
+from multitok.http.openai.bounds import MAX_GRAMMAR_CHARACTERS, check_grammar_text, check_logprobs, check_nested
+from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
 from multitok.http.openai.logprobs import finite
 from multitok.http.openai.prompts import read_prompts, unpack_ids
 from multitok.http.openai.sampling import (
@@ -39,6 +42,7 @@ from multitok.http.openai.types import (
     refuse_unsupported,
     unsupported_fields,
 )
+from multitok.http.parts import joined_parts, list_parts
 from multitok.http.sse import DONE, encode_json
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import Grammar
@@ -70,6 +74,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
     priority: int | None = None
+    timeout: float | None = None
     model: str | None = None
 
     input_embeds: Unsupported = None
@@ -92,9 +97,7 @@ _UNSUPPORTED_SAMPLING = unsupported_fields(NativeSampling)
 def _grammar(sampling: NativeSampling, info: EngineInfo) -> Grammar | None:
     grammars: list[tuple[str, Grammar]] = []
     if sampling.json_schema is not None:
-        schema = sampling.json_schema
-        text = schema if isinstance(schema, str) else encode_json(schema).decode()
-        grammars.append(("json_schema", Grammar("json_schema", text)))
+        grammars.append(("json_schema", Grammar("json_schema", _schema_text(sampling.json_schema))))
     if sampling.regex is not None:
         grammars.append(("regex", Grammar("regex", sampling.regex)))
     if sampling.ebnf is not None:
@@ -104,10 +107,23 @@ def _grammar(sampling: NativeSampling, info: EngineInfo) -> Grammar | None:
     if len(grammars) > 1:
         raise invalid(_PREFIX + grammars[1][0], f"can't be combined with {grammars[0][0]}")
     name, grammar = grammars[0]
-    if not grammar.text:
-        raise invalid(_PREFIX + name, "must not be empty")
+    check_grammar_text(_PREFIX + name, grammar.text)
     check_grammar(grammar, info, _PREFIX + name)
     return grammar
+
+
+def _schema_text(schema: str | dict[str, Any]) -> str:
+    name = _PREFIX + "json_schema"
+    if isinstance(schema, str):
+        check_grammar_text(name, schema)
+        try:
+            value = msgspec.json.decode(schema)
+        except (ValueError, RecursionError) as error:
+            raise invalid(name, f"is not valid JSON: {error}") from None
+    else:
+        value = schema
+    check_nested(name, value, MAX_GRAMMAR_CHARACTERS)
+    return schema if isinstance(schema, str) else encode_json(schema).decode()
 
 
 class GenerateRoute(BodyRoute):
@@ -115,9 +131,9 @@ class GenerateRoute(BodyRoute):
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""
-        manager = self._manager
+        manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.rid, "gen-", "rid")
+        request_id = set_request_id(exchange, body.rid, "gen-", limits.max_request_id_length, "rid")
         check_model(body.model, manager)
         check_task("generate", manager)
         sampling = body.sampling_params or NativeSampling()
@@ -128,17 +144,17 @@ class GenerateRoute(BodyRoute):
             raise invalid("input_ids", "can't be combined with text")
         if body.text is not None:
             single = isinstance(body.text, str)
-            prompts = read_prompts(body.text, "text", info.vocab_size, self._max_prompts)  # type: ignore[arg-type]
+            prompts = read_prompts(body.text, "text", info.vocab_size, limits)  # type: ignore[arg-type]
         elif body.input_ids is not None:
             single = bool(body.input_ids) and isinstance(body.input_ids[0], int)
-            prompts = read_prompts(body.input_ids, "input_ids", info.vocab_size, self._max_prompts)  # type: ignore[arg-type]
+            prompts = read_prompts(body.input_ids, "input_ids", info.vocab_size, limits)  # type: ignore[arg-type]
         else:
             raise invalid("text", "or input_ids is required")
-        n = read_n(sampling.n, len(prompts), self._max_prompts, _PREFIX)
+        n = read_n(sampling.n, len(prompts), limits.max_prompts, _PREFIX)
         limit = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
         params = sampling_params(
             sampling,
-            FieldChecker(info, _PREFIX),
+            FieldChecker(info, limits, _PREFIX),
             max_tokens=("max_new_tokens", limit),
             min_tokens=("min_new_tokens", sampling.min_new_tokens),
             grammar=_grammar(sampling, info),
@@ -148,6 +164,9 @@ class GenerateRoute(BodyRoute):
         if body.return_logprob:
             if body.logprob_start_len not in (None, -1):
                 raise invalid("logprob_start_len", "must be -1: log probabilities of a prompt are not computed")
+            choices = n * len(prompts)
+            name = _PREFIX + "n" if n > 1 else "text" if body.text is not None else "input_ids"
+            check_logprobs(name, choices, top, limit, stream=bool(body.stream), max_choices=limits.max_prompts)
             name = "top_logprobs_num" if top else "return_logprob"
             params = with_logprobs(params, top, info, name, "return_logprob")
         elif top:
@@ -157,11 +176,13 @@ class GenerateRoute(BodyRoute):
             sampling_params=params,
             max_new_tokens=limit,
             n=n,
-            stop=read_stop(sampling.stop, _PREFIX),
+            stop=read_stop(sampling.stop, limits.max_stop_strings, _PREFIX),
             skip_special_tokens=sampling.skip_special_tokens is not False,
             stream=bool(body.stream),
             request_id=request_id,
             priority=check_priority(body.priority),
+            tenant=exchange.tenant,
+            timeout=check_timeout(body.timeout),
         )
         writer = NativeWriter(manager, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
@@ -185,9 +206,13 @@ class NativeWriter:
     ----------
     submission : Submission or None
         The call in progress.
+    names : dict of str to str
+        See `Writer`.
     """
 
     def __init__(self, manager: Manager, request_id: str, body: GenerateRequest, single: bool) -> None:
+        prompt = "text" if body.text is not None else "input_ids"
+        self.names = {"prompt": prompt, "max_tokens": _PREFIX + "max_new_tokens"}
         self._manager = manager
         self._id = request_id
         self._single = single
@@ -209,18 +234,30 @@ class NativeWriter:
         """Event of one delta."""
         if not output.text and not output.output_ids and output.finish is None:
             return b""
-        return b"data: %b\n\n" % encode_json(self._choice(output))
+        return b"data: %b\n\n" % encode_json(self._choice(output, output.logprobs if self._logprobs else None))
 
     def last(self, usage: UsageCounter) -> bytes:
         """End of a stream."""
         return DONE
 
-    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+    def answer(self, outputs: Iterable[GenerateOutput], usage: UsageCounter) -> Iterator[bytes]:
         """Body of a whole answer."""
-        choices = [self._choice(output) for output in outputs]
-        return encode_json(choices[0] if self._single else choices)
+        choices = map(self._whole_choice, outputs)
+        return next(choices) if self._single else joined_parts(choices)
 
-    def _choice(self, output: GenerateOutput) -> dict[str, object]:
+    def _whole_choice(self, output: GenerateOutput) -> Iterator[bytes]:
+        choice = encode_json(self._choice(output, None))
+        if not self._logprobs or output.logprobs is None:
+            yield choice
+            return
+        # What is in meta_info comes last.
+        yield choice[:-2]
+        for name, items in self._meta_logprobs(output, output.logprobs).items():
+            yield b',"%b":' % name.encode()
+            yield from list_parts(items)
+        yield b"}}"
+
+    def _choice(self, output: GenerateOutput, logprobs: list[float] | None) -> dict[str, object]:
         meta: dict[str, object] = {
             "id": self._id if self._single else f"{self._id}-{output.index}",
             "finish_reason": _finish(output.finish, output.completion_tokens),
@@ -230,21 +267,21 @@ class NativeWriter:
             meta["prompt_tokens"] = output.prompt_tokens
             meta["cached_tokens"] = output.cached_tokens
             meta["e2e_latency"] = time.monotonic() - self._begun
-        if self._logprobs and output.logprobs is not None:
-            ids = unpack_ids(output.output_ids)
-            pairs = list(zip(ids, output.logprobs, strict=False))
-            meta["output_token_logprobs"] = [self._logprob(*pair) for pair in pairs]
-            if self._top:
-                tops = output.top_logprobs if output.top_logprobs is not None else [[pair] for pair in pairs]
-                meta["output_top_logprobs"] = [[self._logprob(*pair) for pair in top[: self._top]] for top in tops]
-        choice: dict[str, object] = {
-            "text": output.text,
-            "output_ids": unpack_ids(output.output_ids),
-            "meta_info": meta,
-        }
+        if logprobs is not None:
+            meta |= {name: list(items) for name, items in self._meta_logprobs(output, logprobs).items()}
+        choice: dict[str, object] = {"text": output.text, "output_ids": unpack_ids(output.output_ids)}
         if not self._single:
             choice["index"] = output.index
+        choice["meta_info"] = meta
         return choice
+
+    def _meta_logprobs(self, output: GenerateOutput, logprobs: list[float]) -> dict[str, Iterator[object]]:
+        pairs = list(zip(unpack_ids(output.output_ids), logprobs, strict=False))
+        columns: dict[str, Iterator[object]] = {"output_token_logprobs": starmap(self._logprob, pairs)}
+        if self._top:
+            tops = output.top_logprobs if output.top_logprobs is not None else [[pair] for pair in pairs]
+            columns["output_top_logprobs"] = ([self._logprob(*pair) for pair in top[: self._top]] for top in tops)
+        return columns
 
     def _logprob(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
         text = self._manager.token_text(token_id)[0] if self._with_text else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,18 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
+from multitok.http.openai.bounds import MAX_TEMPLATE_CHARACTERS, check_logprobs, check_nested
 from multitok.http.openai.common import (
     check_model,
     check_priority,
     check_task,
+    check_timeout,
     finish_reason,
     set_request_id,
     stop_reason,
     wants_usage,
 )
-from multitok.http.openai.logprobs import chat_logprobs
+from multitok.http.openai.logprobs import chat_logprobs, chat_logprobs_parts
 from multitok.http.openai.messages import check_messages
 from multitok.http.openai.prompts import unpack_ids
 from multitok.http.openai.sampling import (
@@ -36,6 +39,7 @@ from multitok.http.openai.sampling import (
     with_logprobs,
 )
 from multitok.http.openai.types import ChatRequest, refuse_unsupported, unsupported_fields
+from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
 
@@ -49,9 +53,14 @@ class ChatRoute(BodyRoute):
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""
-        manager = self._manager
+        manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.rid if body.request_id is None else body.request_id, "chatcmpl-")
+        request_id = set_request_id(
+            exchange,
+            body.rid if body.request_id is None else body.request_id,
+            "chatcmpl-",
+            limits.max_request_id_length,
+        )
         check_model(body.model, manager)
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)
@@ -62,30 +71,33 @@ class ChatRoute(BodyRoute):
             limit = ("max_tokens", body.max_tokens)  # type: ignore[assignment]
         params = sampling_params(
             body,
-            FieldChecker(info),
+            FieldChecker(info, limits),
             max_tokens=limit,
             min_tokens=("min_tokens", body.min_tokens),
             grammar=read_response_format(body.response_format, info),
             context_length=manager.context_length,
         )
+        n = read_n(body.n, 1, limits.max_prompts)
         top = body.top_logprobs or 0
         if body.logprobs:
+            check_logprobs("n", n, top, params.max_new_tokens, stream=bool(body.stream), max_choices=limits.max_prompts)
             params = with_logprobs(params, top, info, "top_logprobs" if top else "logprobs", "logprobs")
         elif top:
             raise invalid("top_logprobs", "needs logprobs to be true")
-        n = read_n(body.n, 1, self._max_prompts)
         request = GenerateInput(
             prompts=[render_chat(body, manager)],
             sampling_params=params,
             max_new_tokens=limit[1],
             raw=False,
             n=n,
-            stop=read_stop(body.stop),
+            stop=read_stop(body.stop, limits.max_stop_strings),
             skip_special_tokens=body.skip_special_tokens is not False,
             stream=bool(body.stream),
             add_special_tokens=False,
             request_id=request_id,
             priority=check_priority(body.priority),
+            tenant=exchange.tenant,
+            timeout=check_timeout(body.timeout),
         )
         writer = ChatWriter(manager, request_id, body, n, wants_usage(body))
         return partial(generate, exchange, manager, request, writer)
@@ -99,7 +111,7 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
     RequestError
         400 when the conversation, or what the template makes of it, is not acceptable.
     """
-    check_messages(body.messages)
+    check_messages(body.messages, manager.context_length)
     template = manager.chat_template
     if template is None:
         raise RequestError(400, "the model has no chat template; use /v1/completions", "messages")
@@ -111,6 +123,7 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
     for name in arguments:
         if name in _TEMPLATE_ARGUMENTS:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request itself")
+    check_nested("chat_template_kwargs", arguments, MAX_TEMPLATE_CHARACTERS)
     last = body.messages[-1].get("content")
     if isinstance(last, str) and len(last) > LARGE_BODY and template.keeps_text:
         # Rendering megabytes holds the interpreter's lock for longer than counting them.
@@ -146,9 +159,13 @@ class ChatWriter:
     ----------
     submission : Submission or None
         The call in progress.
+    names : dict of str to str
+        See `Writer`.
     """
 
     def __init__(self, manager: Manager, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
+        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self.names = {"prompt": "messages", "max_tokens": limit}
         self._manager = manager
         self.submission: Submission | None = None
         self._n = n
@@ -206,21 +223,27 @@ class ChatWriter:
             return DONE
         return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._open, encode_json(usage.usage()), DONE)
 
-    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+    def answer(self, outputs: Iterable[GenerateOutput], usage: UsageCounter) -> Iterator[bytes]:
         """Body of a whole answer."""
-        choices = []
-        for output in outputs:
-            choice: dict[str, object] = {
-                "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": chat_logprobs(output, self._top, self._manager) if self._logprobs else None,
-                "finish_reason": finish_reason(output.finish),
-                "stop_reason": stop_reason(output.finish, self._manager.engine_info.eos_token_ids),
-            }
-            if self._ids:
-                choice["token_ids"] = unpack_ids(output.output_ids)
-            choices.append(choice)
-        rest: dict[str, object] = {"choices": choices, "usage": usage.usage()}
+        yield self._open + b',"choices":'
+        yield from joined_parts(map(self._choice, outputs))
+        rest: dict[str, object] = {"usage": usage.usage()}
         if self._ids and self.submission:
             rest["prompt_token_ids"] = unpack_ids(self.submission.prompt_ids[0])
-        return self._open + b"," + encode_json(rest)[1:]
+        yield b"," + encode_json(rest)[1:]
+
+    def _choice(self, output: GenerateOutput) -> Iterator[bytes]:
+        choice: dict[str, object] = {
+            "index": output.index,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "finish_reason": finish_reason(output.finish),
+            "stop_reason": stop_reason(output.finish, self._manager.engine_info.eos_token_ids),
+        }
+        if self._ids:
+            choice["token_ids"] = unpack_ids(output.output_ids)
+        yield encode_json(choice)[:-1] + b',"logprobs":'
+        if self._logprobs:
+            yield from chat_logprobs_parts(output, self._top, self._manager)
+        else:
+            yield b"null"
+        yield b"}"

@@ -12,8 +12,6 @@ from multitok.http.openai.types import OpenAIFields, StreamOptions, refuse_unsup
 from multitok.messages.base import FinishReason
 from multitok.tokenizer.requests import RequestError
 
-MAX_REQUEST_ID = 128
-
 _STREAM_OPTIONS = unsupported_fields(StreamOptions)
 
 
@@ -42,7 +40,21 @@ def new_request_id(prefix: str) -> str:
     return prefix + os.urandom(16).hex()
 
 
-def set_request_id(exchange: HttpExchange, from_body: str | None, prefix: str, param: str = "request_id") -> str:
+def check_request_id(request_id: str, param: str, longest: int) -> None:
+    """Refuse an id that could not be a header, or is too long.
+
+    Raises
+    ------
+    RequestError
+        400.
+    """
+    if not (0 < len(request_id) <= longest and request_id.isascii() and all("!" <= c <= "~" for c in request_id)):
+        raise invalid(param, f"must be 1 to {longest} printable ASCII characters without spaces")
+
+
+def set_request_id(
+    exchange: HttpExchange, from_body: str | None, prefix: str, longest: int, param: str = "request_id"
+) -> str:
     """Settle a request's id: the body's, the ``X-Request-Id`` header's, or a new one.
 
     It is the `id` of the answer and what /abort_request takes, and goes back in ``x-request-id``.
@@ -55,6 +67,8 @@ def set_request_id(exchange: HttpExchange, from_body: str | None, prefix: str, p
         The body's field.
     prefix : str
         Start of a new id.
+    longest : int
+        Most characters.
     param : str
         Name of the body's field.
 
@@ -70,8 +84,7 @@ def set_request_id(exchange: HttpExchange, from_body: str | None, prefix: str, p
     else:
         exchange.request_id = request_id = new_request_id(prefix)
         return request_id
-    if not (0 < len(request_id) <= MAX_REQUEST_ID and all("!" <= c <= "~" for c in request_id)):
-        raise invalid(param, f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces")
+    check_request_id(request_id, param, longest)
     exchange.request_id = request_id
     return request_id
 
@@ -83,6 +96,13 @@ def check_priority(priority: int | None) -> int:
     if not -INT32_MAX <= priority <= INT32_MAX:
         raise invalid("priority", f"must be an integer from {-INT32_MAX} to {INT32_MAX}")
     return priority
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Check ``timeout``, in seconds."""
+    if timeout is not None and not 0.0 < timeout <= INT32_MAX:
+        raise invalid("timeout", f"must be a number of seconds in the range 0 < x <= {INT32_MAX}")
+    return timeout
 
 
 def wants_usage(request: OpenAIFields) -> bool:

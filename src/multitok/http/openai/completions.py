@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import msgspec
@@ -15,16 +16,18 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
+from multitok.http.openai.bounds import check_logprobs
 from multitok.http.openai.common import (
     check_model,
     check_priority,
     check_task,
+    check_timeout,
     finish_reason,
     set_request_id,
     stop_reason,
     wants_usage,
 )
-from multitok.http.openai.logprobs import completion_logprobs
+from multitok.http.openai.logprobs import CompletionLogprobs, completion_logprobs, completion_logprobs_parts
 from multitok.http.openai.prompts import read_prompts, unpack_ids
 from multitok.http.openai.sampling import (
     FieldChecker,
@@ -35,6 +38,7 @@ from multitok.http.openai.sampling import (
     with_logprobs,
 )
 from multitok.http.openai.types import CompletionRequest, refuse_unsupported, unsupported_fields
+from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
 
@@ -49,21 +53,23 @@ class CompletionRoute(BodyRoute):
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""
-        manager = self._manager
+        manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.rid if body.request_id is None else body.request_id, "cmpl-")
+        request_id = set_request_id(
+            exchange, body.rid if body.request_id is None else body.request_id, "cmpl-", limits.max_request_id_length
+        )
         check_model(body.model, manager)
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)
         info = manager.engine_info
-        prompts = read_prompts(body.prompt, "prompt", info.vocab_size, self._max_prompts)
-        n = read_n(body.n, len(prompts), self._max_prompts)
+        prompts = read_prompts(body.prompt, "prompt", info.vocab_size, limits)
+        n = read_n(body.n, len(prompts), limits.max_prompts)
         if body.best_of is not None and body.best_of != n:
             raise invalid("best_of", "is only supported when equal to n")
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = sampling_params(
             body,
-            FieldChecker(info),
+            FieldChecker(info, limits),
             max_tokens=("max_tokens", max_tokens),
             min_tokens=("min_tokens", body.min_tokens),
             grammar=read_response_format(body.response_format, info),
@@ -72,18 +78,28 @@ class CompletionRoute(BodyRoute):
         if body.logprobs is not None:
             if body.echo:
                 raise invalid("echo", "can't be combined with logprobs: log probabilities of a prompt are not computed")
+            check_logprobs(
+                "n" if n > 1 else "prompt",
+                n * len(prompts),
+                body.logprobs,
+                max_tokens,
+                stream=bool(body.stream),
+                max_choices=limits.max_prompts,
+            )
             params = with_logprobs(params, body.logprobs, info, "logprobs", "logprobs")
         request = GenerateInput(
             prompts=prompts,
             sampling_params=params,
             max_new_tokens=max_tokens,
             n=n,
-            stop=read_stop(body.stop),
+            stop=read_stop(body.stop, limits.max_stop_strings),
             skip_special_tokens=body.skip_special_tokens is not False,
             stream=bool(body.stream),
             add_special_tokens=body.add_special_tokens is not False,
             request_id=request_id,
             priority=check_priority(body.priority),
+            tenant=exchange.tenant,
+            timeout=check_timeout(body.timeout),
         )
         writer = CompletionWriter(manager, request_id, body, n, wants_usage(body))
         if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
@@ -123,7 +139,11 @@ class CompletionWriter:
         Text of each prompt, in front of its choices' text.
     submission : Submission or None
         The call in progress.
+    names : dict of str to str
+        See `Writer`.
     """
+
+    names: Mapping[str, str] = {}
 
     def __init__(self, manager: Manager, request_id: str, body: CompletionRequest, n: int, usage: bool) -> None:
         self._manager = manager
@@ -159,7 +179,16 @@ class CompletionWriter:
             if not text:
                 return b""
             return self._prefix(index) + encode_json(text) + self._suffix
-        return self._head + encode_json(self._choice(output)) + self._tail
+        choice = self._choice(output)
+        choice["logprobs"] = None if self._logprobs is None else self._new_logprobs(output, self._logprobs)
+        return self._head + encode_json(choice) + self._tail
+
+    def _new_logprobs(self, output: GenerateOutput, k: int) -> CompletionLogprobs | None:
+        index = output.index
+        logprobs = completion_logprobs(output, k, self._manager, self._offsets.get(index, 0))
+        if logprobs is not None and logprobs.tokens:
+            self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        return logprobs
 
     def _prefix(self, index: int) -> bytes:
         prefix = self._prefixes.get(index)
@@ -173,10 +202,19 @@ class CompletionWriter:
             return DONE
         return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._open, encode_json(usage.usage()), DONE)
 
-    def answer(self, outputs: list[GenerateOutput], usage: UsageCounter) -> bytes:
+    def answer(self, outputs: Iterable[GenerateOutput], usage: UsageCounter) -> Iterator[bytes]:
         """Body of a whole answer."""
-        rest = {"choices": [self._choice(output) for output in outputs], "usage": usage.usage()}
-        return self._open + b"," + encode_json(rest)[1:]
+        yield self._open + b',"choices":'
+        yield from joined_parts(map(self._whole_choice, outputs))
+        yield b',"usage":%b}' % encode_json(usage.usage())
+
+    def _whole_choice(self, output: GenerateOutput) -> Iterator[bytes]:
+        yield encode_json(self._choice(output))[:-1] + b',"logprobs":'
+        if self._logprobs is None:
+            yield b"null"
+        else:
+            yield from completion_logprobs_parts(output, self._logprobs, self._manager)
+        yield b"}"
 
     def _choice(self, output: GenerateOutput) -> dict[str, object]:
         index = output.index
@@ -185,13 +223,7 @@ class CompletionWriter:
         text = output.text
         if begins and self.echo is not None:
             text = self.echo[index // self._n] + text
-        choice: dict[str, object] = {"index": index, "text": text, "logprobs": None}
-        if self._logprobs is not None:
-            logprobs = completion_logprobs(output, self._logprobs, self._manager, self._offsets.get(index, 0))
-            choice["logprobs"] = logprobs
-            if logprobs is not None and logprobs.tokens:
-                self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        choice["finish_reason"] = finish_reason(output.finish)
+        choice: dict[str, object] = {"index": index, "text": text, "finish_reason": finish_reason(output.finish)}
         if output.finish is not None:
             choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
         if self._ids:

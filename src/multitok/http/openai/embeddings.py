@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from array import array
 from binascii import b2a_base64
+from collections.abc import Iterator
 
 import msgspec
 
 from multitok.http.body_route import BodyRoute, Start
 from multitok.http.decode import decode_body
-from multitok.http.errors import invalid
+from multitok.http.errors import invalid, named_for
 from multitok.http.exchange import HttpExchange
-from multitok.http.openai.common import check_model, check_priority, check_task, set_request_id
+from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
 from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.types import EmbeddingRequest, refuse_unsupported, unsupported_fields
+from multitok.http.parts import joined_parts, respond_in_parts
 from multitok.http.sse import encode_json
 from multitok.tokenizer.requests import EmbeddingInput, EmbeddingOutput, RequestError
 
 _decoder = msgspec.json.Decoder(EmbeddingRequest)
+_NAMES = {"prompt": "input"}
 _UNSUPPORTED = unsupported_fields(EmbeddingRequest)
 
 
@@ -26,9 +29,11 @@ class EmbeddingRoute(BodyRoute):
 
     def read(self, exchange: HttpExchange) -> Start:
         """Decode and check the body; see `BodyRoute`."""
-        manager = self._manager
+        manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.request_id, "embd-")
+        request_id = set_request_id(
+            exchange, body.rid if body.request_id is None else body.request_id, "embd-", limits.max_request_id_length
+        )
         check_model(body.model, manager)
         check_task("embed", manager)
         refuse_unsupported(body, _UNSUPPORTED)
@@ -37,19 +42,24 @@ class EmbeddingRoute(BodyRoute):
             raise invalid("encoding_format", "must be float or base64")
         if body.dimensions is not None and body.dimensions != info.embedding_size:
             raise invalid("dimensions", f"the model makes embeddings of {info.embedding_size} numbers only")
-        prompts = read_prompts(body.input, "input", info.vocab_size, self._max_prompts)
+        prompts = read_prompts(body.input, "input", info.vocab_size, limits)
         request = EmbeddingInput(
             prompts=prompts,
             request_id=request_id,
             truncate=bool(body.truncate),
             priority=check_priority(body.priority),
+            tenant=exchange.tenant,
+            timeout=check_timeout(body.timeout),
         )
         sink = EmbeddingCollector(
             exchange, len(prompts), body.encoding_format == "base64", manager.served_model_name, request_id
         )
 
         def start() -> None:
-            exchange.on_disconnect = manager.submit_embedding(request, sink).abort
+            try:
+                exchange.on_disconnect = manager.submit_embedding(request, sink).abort
+            except RequestError as error:
+                raise named_for(error, _NAMES) from None
 
         return start
 
@@ -86,17 +96,21 @@ class EmbeddingCollector:
         self._prompt_tokens += output.prompt_tokens
         self._missing -= 1
         if self._missing == 0:
-            self._exchange.respond(200, self._answer())
+            respond_in_parts(self._exchange, self._answer())
 
     def on_error(self, error: RequestError) -> None:
         """Answer with the error."""
-        self._exchange.send_error(error)
+        self._exchange.send_error(named_for(error, _NAMES))
 
-    def _answer(self) -> bytes:
-        data = [{"object": "embedding", "index": i, "embedding": self._encode(row)} for i, row in enumerate(self._rows)]
+    def _answer(self) -> Iterator[bytes]:
         usage = {"prompt_tokens": self._prompt_tokens, "total_tokens": self._prompt_tokens}
-        answer = {"id": self._request_id, "object": "list", "data": data, "model": self._model, "usage": usage}
-        return encode_json(answer)
+        answer = {"id": self._request_id, "object": "list", "model": self._model, "usage": usage}
+        yield encode_json(answer)[:-1] + b',"data":'
+        yield from joined_parts(
+            (encode_json({"object": "embedding", "index": i, "embedding": self._encode(row)}),)
+            for i, row in enumerate(self._rows)
+        )
+        yield b"}"
 
     def _encode(self, row: bytes) -> str | list[float]:
         if self._base64:

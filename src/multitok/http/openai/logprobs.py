@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 import msgspec
 
 from multitok.http.manager import Manager
+from multitok.http.parts import list_parts
 from multitok.tokenizer.requests import GenerateOutput
 
 # JSON has no infinity; OpenAI's own value for a token that can't come.
@@ -29,13 +33,13 @@ def _ids(output: GenerateOutput) -> list[int]:
     return memoryview(output.output_ids).cast("i").tolist()
 
 
-def _tops(output: GenerateOutput, ids: list[int], k: int) -> list[list[tuple[int, float]]]:
+def _tops(output: GenerateOutput, ids: list[int], k: int) -> Iterator[list[tuple[int, float]]]:
     """Likeliest ids per position; the chosen one where the engine was not asked (`sampling.with_logprobs`)."""
     if k == 0:
-        return [[] for _ in ids]
+        return ([] for _ in ids)
     if output.top_logprobs is not None:
-        return [top[:k] for top in output.top_logprobs]
-    return [[pair] for pair in zip(ids, output.logprobs or [], strict=False)]
+        return (top[:k] for top in output.top_logprobs)
+    return ([pair] for pair in zip(ids, output.logprobs or [], strict=False))
 
 
 def chat_logprobs(output: GenerateOutput, k: int, manager: Manager) -> dict[str, object] | None:
@@ -52,17 +56,27 @@ def chat_logprobs(output: GenerateOutput, k: int, manager: Manager) -> dict[str,
     """
     if output.logprobs is None:
         return None
+    return {"content": list(_chat_content(output, k, manager)), "refusal": None}
 
+
+def chat_logprobs_parts(output: GenerateOutput, k: int, manager: Manager) -> Iterator[bytes]:
+    """JSON of `chat_logprobs`, in parts."""
+    if output.logprobs is None:
+        yield b"null"
+        return
+    yield b'{"content":'
+    yield from list_parts(_chat_content(output, k, manager))
+    yield b',"refusal":null}'
+
+
+def _chat_content(output: GenerateOutput, k: int, manager: Manager) -> Iterator[dict[str, object]]:
     def entry(token_id: int, logprob: float) -> dict[str, object]:
         text, raw = manager.token_text(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     ids = _ids(output)
-    content = [
-        {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-        for token_id, logprob, top in zip(ids, output.logprobs, _tops(output, ids, k), strict=False)
-    ]
-    return {"content": content, "refusal": None}
+    for token_id, logprob, top in zip(ids, output.logprobs or [], _tops(output, ids, k), strict=False):
+        yield {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
 
 
 def completion_logprobs(output: GenerateOutput, k: int, manager: Manager, offset: int) -> CompletionLogprobs | None:
@@ -91,3 +105,28 @@ def completion_logprobs(output: GenerateOutput, k: int, manager: Manager, offset
         {manager.token_text(token_id)[0]: finite(logprob) for token_id, logprob in top} for top in _tops(output, ids, k)
     ]
     return CompletionLogprobs(tokens, [finite(logprob) for logprob in output.logprobs], tops if k else None, offsets)
+
+
+def completion_logprobs_parts(output: GenerateOutput, k: int, manager: Manager) -> Iterator[bytes]:
+    """JSON of the whole `completion_logprobs` of a choice, in parts."""
+    if output.logprobs is None:
+        yield b"null"
+        return
+    ids = _ids(output)
+
+    def text(token_id: int) -> str:
+        return manager.token_text(token_id)[0]
+
+    yield b'{"tokens":'
+    yield from list_parts(map(text, ids))
+    yield b',"token_logprobs":'
+    yield from list_parts(map(finite, output.logprobs))
+    yield b',"top_logprobs":'
+    if k:
+        tops = _tops(output, ids, k)
+        yield from list_parts({text(token_id): finite(logprob) for token_id, logprob in top} for top in tops)
+    else:
+        yield b"null"
+    yield b',"text_offset":'
+    yield from list_parts(accumulate((len(text(token_id)) for token_id in ids[:-1]), initial=0) if ids else ())
+    yield b"}"

@@ -10,13 +10,15 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _STRINGS = ("name", "tool_call_id", "reasoning_content")
 
 
-def check_messages(messages: list[dict[str, Any]]) -> None:
+def check_messages(messages: list[dict[str, Any]], most: int) -> None:
     """Check the shape of messages; content is a string or a list of text parts, which the template takes as they are.
 
     Parameters
     ----------
     messages : list of dict
         As the client gave them.
+    most : int
+        Most messages, and most parts of a content: each has a token at least.
 
     Raises
     ------
@@ -25,11 +27,13 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
     """
     if not messages:
         raise invalid("messages", "must not be an empty list")
+    if len(messages) > most:
+        raise invalid("messages", f"has {len(messages)} messages; at most {most} are allowed")
     for i, message in enumerate(messages):
-        _check_message(message, f"messages[{i}]")
+        _check_message(message, f"messages[{i}]", most)
 
 
-def _check_message(message: dict[str, Any], path: str) -> None:
+def _check_message(message: dict[str, Any], path: str, most: int) -> None:
     role = message.get("role")
     if role not in _ROLES:
         raise invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
@@ -41,6 +45,8 @@ def _check_message(message: dict[str, Any], path: str) -> None:
         raise invalid(f"{path}.tool_calls", "must be a list of objects")
     content = message.get("content")
     if isinstance(content, list):
+        if len(content) > most:
+            raise invalid(f"{path}.content", f"has {len(content)} parts; at most {most} are allowed")
         for i, part in enumerate(content):
             _check_part(part, f"{path}.content[{i}]")
     elif not isinstance(content, str) and not (content is None and role == "assistant" and calls):

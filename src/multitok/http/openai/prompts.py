@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sized
 
+from multitok.config import ServerArgs
 from multitok.http.errors import invalid
 
 
@@ -36,7 +38,7 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 def read_prompts(
-    value: str | list[str | int | list[int]], param: str, vocab_size: int, max_prompts: int
+    value: str | list[str | int | list[int]], param: str, vocab_size: int, limits: ServerArgs
 ) -> list[str | bytes]:
     """Bring the four forms of a prompt into one.
 
@@ -48,8 +50,8 @@ def read_prompts(
         Field for errors.
     vocab_size : int
         Size of the vocabulary.
-    max_prompts : int
-        Most prompts in one request.
+    limits : ServerArgs
+        Most prompts, and most ids of one prompt.
 
     Returns
     -------
@@ -70,9 +72,10 @@ def read_prompts(
     if isinstance(value[0], int):
         if not all(isinstance(item, int) for item in value):
             raise invalid(param, "must not mix ids with other values")
+        _check_length(value, param, limits)
         return [pack_ids(value, vocab_size, param)]  # type: ignore[arg-type]
-    if len(value) > max_prompts:
-        raise invalid(param, f"has {len(value)} prompts; at most {max_prompts} are allowed")
+    if len(value) > limits.max_prompts:
+        raise invalid(param, f"has {len(value)} prompts; at most {limits.max_prompts} are allowed")
     prompts: list[str | bytes] = []
     kind = type(value[0])
     for i, item in enumerate(value):
@@ -80,5 +83,15 @@ def read_prompts(
             raise invalid(f"{param}[{i}]", "must be of the same kind as the prompts before it")
         if not item:
             raise invalid(f"{param}[{i}]", "must not be empty")
-        prompts.append(item if isinstance(item, str) else pack_ids(item, vocab_size, f"{param}[{i}]"))
+        if isinstance(item, list):
+            _check_length(item, f"{param}[{i}]", limits)
+            prompts.append(pack_ids(item, vocab_size, f"{param}[{i}]"))
+        elif isinstance(item, str):
+            prompts.append(item)
     return prompts
+
+
+def _check_length(ids: Sized, param: str, limits: ServerArgs) -> None:
+    most = limits.max_prompt_tokens
+    if most is not None and len(ids) > most:
+        raise invalid(param, f"has {len(ids)} ids; at most {most} are allowed")

@@ -10,15 +10,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.http.errors import invalid
+from multitok.http.openai.bounds import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_LENGTH,
+    check_nested,
+)
 from multitok.http.openai.types import ResponseFormat, SamplingFields
 from multitok.messages.sampling import Grammar, SamplingParams
 
 INT32_MAX = 2**31 - 1
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-MAX_LOGIT_BIAS = 4096
 _SEED_MASK = 2**63 - 1
 
 
@@ -29,14 +33,17 @@ class FieldChecker:
     ----------
     info : EngineInfo
         What the engine can do.
+    limits : ServerArgs
+        What one request may hold.
     prefix : str
         Path of the sampling object, in front of a field's name.
     """
 
-    __slots__ = ("info", "prefix")
+    __slots__ = ("info", "limits", "prefix")
 
-    def __init__(self, info: EngineInfo, prefix: str = "") -> None:
+    def __init__(self, info: EngineInfo, limits: ServerArgs, prefix: str = "") -> None:
         self.info = info
+        self.limits = limits
         self.prefix = prefix
 
     def require(self, field: str, name: str) -> None:
@@ -69,13 +76,15 @@ class FieldChecker:
         return value
 
 
-def read_stop(stop: str | list[str] | None, prefix: str = "") -> list[str]:
+def read_stop(stop: str | list[str] | None, most: int, prefix: str = "") -> list[str]:
     """Check stop strings.
 
     Parameters
     ----------
     stop : str or list of str or None
         As the client gave them.
+    most : int
+        Most of them.
     prefix : str
         Path of the sampling object.
 
@@ -87,14 +96,16 @@ def read_stop(stop: str | list[str] | None, prefix: str = "") -> list[str]:
     if stop is None:
         return []
     strings = [stop] if isinstance(stop, str) else stop
-    if len(strings) > MAX_STOP_STRINGS:
-        raise invalid(prefix + "stop", f"has {len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    if len(strings) > most:
+        raise invalid(prefix + "stop", f"has {len(strings)} strings; at most {most} are allowed")
     for i, text in enumerate(strings):
         name = prefix + ("stop" if isinstance(stop, str) else f"stop[{i}]")
         if not text:
             raise invalid(name, "must not be empty")
         if len(text) > MAX_STOP_LENGTH:
             raise invalid(name, f"is longer than {MAX_STOP_LENGTH} characters")
+    if len(strings) > 1 and sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+        raise invalid(prefix + "stop", f"has more than {MAX_STOP_CHARACTERS} characters in all")
     return strings
 
 
@@ -124,6 +135,7 @@ def read_response_format(value: ResponseFormat | None, info: EngineInfo) -> Gram
     elif value.type == "json_schema":
         if value.json_schema is None or value.json_schema.schema_ is None:
             raise invalid("response_format.json_schema", "must have a schema")
+        check_nested("response_format.json_schema.schema", value.json_schema.schema_, MAX_GRAMMAR_CHARACTERS)
         grammar = Grammar("json_schema", msgspec.json.encode(value.json_schema.schema_).decode())
     else:
         raise invalid("response_format.type", "must be one of text, json_object, json_schema")
@@ -264,6 +276,9 @@ def sampling_params(
 def _stop_token_ids(ids: Sequence[int] | None, check: FieldChecker) -> list[int] | None:
     if not ids:
         return None
+    if len(ids) > check.limits.max_stop_strings:
+        most = check.limits.max_stop_strings
+        raise invalid(check.prefix + "stop_token_ids", f"has {len(ids)} ids; at most {most} are allowed")
     for i, token_id in enumerate(ids):
         check.count(f"stop_token_ids[{i}]", token_id, 0, check.info.vocab_size - 1)
     check.require("stop_token_ids", "stop_token_ids")
@@ -274,8 +289,9 @@ def _logit_bias(bias: dict[str, float] | None, check: FieldChecker) -> dict[int,
     if not bias:
         return None
     name = check.prefix + "logit_bias"
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise invalid(name, f"has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed")
+    most = check.limits.max_logit_bias
+    if len(bias) > most:
+        raise invalid(name, f"has {len(bias)} entries; at most {most} are allowed")
     result: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < check.info.vocab_size):

@@ -103,6 +103,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     rid: str | None = None
     priority: int | None = None
+    timeout: float | None = None
 
     # They keep requests apart, or carry state between engines: not to be ignored.
     cache_salt: Unsupported = None
@@ -174,7 +175,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
     user: str | None = None
     request_id: str | None = None
+    rid: str | None = None
     priority: int | None = None
+    timeout: float | None = None
     truncate: bool | None = None
 
     truncate_prompt_tokens: Unsupported = None
