@@ -17,13 +17,13 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from multitok.tokenizer.content_format import content_format, tests_for_string
 from multitok.tokenizer.errors import ChatTemplateError, TemplateError
 from multitok.tokenizer.fast_template import FastTemplate, is_plain
 from multitok.tokenizer.template_dialect import outside_of_dialect
+from multitok.tokenizer.template_limits import MOST_SECONDS, BoundedEnvironment, TemplateTooSlow, time_limit
 from multitok.tokenizer.template_probe import first_difference
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 
 _PROBE_TEXT = "the quick brown fox: 1, 2, 3"
+# For one conversation of a few turns; what needs more is not rendered in the event loop.
+_PROBE_SECONDS = 1.0
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names that a request's chat_template_kwargs must not take from the template.
 _RESERVED = frozenset({"messages", "bos_token", "eos_token", "raise_exception", "strftime_now", "namespace", "dict"})
@@ -65,7 +67,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(tree)
+            self._template = environment.compile_bounded(environment.parse(source))
         except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError) as error:
             line = getattr(error, "lineno", None)
             raise TemplateError(f"the chat template is not valid{f', line {line}' if line else ''}: {error}") from error
@@ -114,6 +116,8 @@ class ChatTemplate:
         ------
         ChatTemplateError
             With the template's own words where it refuses the messages.
+        TemplateTooSlow
+            It takes longer than `time_limit` allows, or `MOST_SECONDS`.
         """
         variables, tail = self._variables(
             messages, add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs
@@ -160,7 +164,10 @@ class ChatTemplate:
 
     def _render_reference(self, variables: dict[str, Any]) -> str:
         try:
-            return self._template.render(variables)
+            with time_limit(MOST_SECONDS):
+                return self._template.render(variables)
+        except TemplateTooSlow:
+            raise
         except jinja2.UndefinedError as error:
             raise ChatTemplateError(f"the chat template misses something in these messages: {error}") from error
         except jinja2.TemplateError as error:
@@ -169,7 +176,7 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: with odd messages it can fail in any way
             raise ChatTemplateError(f"the chat template can't render these messages: {error}") from error
 
-    def _fast_template(self, source: str, environment: jinja2.Environment) -> FastTemplate | None:
+    def _fast_template(self, source: str, environment: BoundedEnvironment) -> FastTemplate | None:
         """Make the fast template where it is known to print the same."""
         # Parsed anew: compiling has folded constants in the other tree.
         reason = outside_of_dialect(environment, source, environment.parse(source))
@@ -187,7 +194,10 @@ class ChatTemplate:
     def _reference_or_none(self, messages: list[Message], **options: Any) -> str | None:
         try:
             variables, _ = self._probe_variables(messages, options)
-            return self._render_reference(variables)
+            with time_limit(_PROBE_SECONDS):
+                return self._render_reference(variables)
+        except TemplateTooSlow:
+            raise
         except ChatTemplateError:
             return None
 
@@ -309,10 +319,8 @@ def _dict(*args: Iterable[Any], **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     environment.globals.update(_FUNCTIONS, namespace=_SafeNamespace, dict=_dict)
     environment.filters["tojson"] = _to_json
     return environment

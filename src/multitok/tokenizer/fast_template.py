@@ -8,6 +8,7 @@ from typing import Any
 import minijinja
 
 from multitok.tokenizer.template_dialect import translate
+from multitok.tokenizer.template_limits import FUEL
 
 # Python's strip() and split() take them for spaces, Unicode doesn't.
 _SEPARATORS = ("\x1c", "\x1d", "\x1e", "\x1f")
@@ -40,7 +41,12 @@ class FastTemplate:
             return to_json(value, *args, **kwargs)
 
         environment = minijinja.Environment(
-            trim_blocks=True, lstrip_blocks=True, debug=False, pycompat=True, auto_escape_callback=lambda name: False
+            trim_blocks=True,
+            lstrip_blocks=True,
+            debug=False,
+            pycompat=True,
+            fuel=FUEL,
+            auto_escape_callback=lambda name: False,
         )
         environment.add_filter("tojson", tojson)
         for name, function in functions.items():

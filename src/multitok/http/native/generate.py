@@ -129,7 +129,7 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
 class GenerateRoute(BodyRoute):
     """Serves native generation."""
 
-    def read(self, exchange: HttpExchange) -> Start:
+    def read(self, exchange: HttpExchange, in_thread: bool) -> Start:
         """Decode and check the body; see `BodyRoute`."""
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from multitok.http.body_route import LARGE_BODY, BodyRoute, Start
+from multitok.http.body_route import LARGE_BODY, BodyRoute, Start, TakesLong
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
@@ -42,16 +42,19 @@ from multitok.http.openai.types import ChatRequest, refuse_unsupported, unsuppor
 from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
+from multitok.tokenizer.template_limits import INLINE_SECONDS, MOST_SECONDS, TemplateTooSlow, time_limit
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 _UNSUPPORTED = unsupported_fields(ChatRequest)
+# A template takes a few milliseconds for so many.
+_MANY_MESSAGES = 500
 _TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "continue_final_message"}
 
 
 class ChatRoute(BodyRoute):
     """Serves chat completions."""
 
-    def read(self, exchange: HttpExchange) -> Start:
+    def read(self, exchange: HttpExchange, in_thread: bool) -> Start:
         """Decode and check the body; see `BodyRoute`."""
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
@@ -85,7 +88,7 @@ class ChatRoute(BodyRoute):
         elif top:
             raise invalid("top_logprobs", "needs logprobs to be true")
         request = GenerateInput(
-            prompts=[render_chat(body, manager)],
+            prompts=[render_chat(body, manager, in_thread)],
             sampling_params=params,
             max_new_tokens=limit[1],
             raw=False,
@@ -103,14 +106,27 @@ class ChatRoute(BodyRoute):
         return partial(generate, exchange, manager, request, writer)
 
 
-def render_chat(body: ChatRequest, manager: Manager) -> str:
+def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
     """Render a conversation with the model's template.
+
+    Parameters
+    ----------
+    body : ChatRequest
+        Holds the conversation.
+    manager : Manager
+        Has the template.
+    in_thread : bool
+        Whether it may take long.
 
     Raises
     ------
     RequestError
         400 when the conversation, or what the template makes of it, is not acceptable.
+    TakesLong
+        It takes longer than it may.
     """
+    if len(body.messages) > _MANY_MESSAGES and not in_thread:
+        raise TakesLong
     check_messages(body.messages, manager.context_length)
     template = manager.chat_template
     if template is None:
@@ -129,13 +145,16 @@ def render_chat(body: ChatRequest, manager: Manager) -> str:
         # Rendering megabytes holds the interpreter's lock for longer than counting them.
         manager.check_text(last.strip())
     try:
-        return template.render(
-            body.messages,
-            add_generation_prompt=not going_on if opening is None else opening,
-            continue_final_message=going_on,
-            **arguments,
-        )
+        with time_limit(MOST_SECONDS if in_thread else INLINE_SECONDS):
+            return template.render(
+                body.messages,
+                add_generation_prompt=not going_on if opening is None else opening,
+                continue_final_message=going_on,
+                **arguments,
+            )
     except ValueError as exc:
+        if isinstance(exc, TemplateTooSlow) and not in_thread:
+            raise TakesLong from None
         raise RequestError(400, f"messages: {exc}", "messages") from None
 
 

@@ -51,7 +51,7 @@ _UNSUPPORTED = unsupported_fields(CompletionRequest)
 class CompletionRoute(BodyRoute):
     """Serves completions."""
 
-    def read(self, exchange: HttpExchange) -> Start:
+    def read(self, exchange: HttpExchange, in_thread: bool) -> Start:
         """Decode and check the body; see `BodyRoute`."""
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
