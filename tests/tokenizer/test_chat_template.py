@@ -266,3 +266,30 @@ def test_whether_a_template_keeps_the_text_is_probed(smollm2):
     assert smollm2.keeps_text
     assert not ChatTemplate("{{ messages[0].content | upper }}", None, None).keeps_text
     assert not ChatTemplate("{{ raise_exception('no') }}", None, None).keeps_text
+
+
+TOOL_CALLS = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.function.name }}:"
+    "{% if call.function.arguments is mapping %}{{ call.function.arguments | tojson }}"
+    "{% else %}text {{ call.function.arguments }}{% endif %};{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ('{"city":"Köln","n":2}', '{"city": "Köln", "n": 2}'),
+        ("", "{}"),
+        ({"a": 1}, '{"a": 1}'),
+        ('{"a": ', 'text {"a": '),
+        ("[1]", "text [1]"),
+        ('{"a": NaN}', 'text {"a": NaN}'),
+        ("[" * 5000, "text " + "[" * 5000),
+    ],
+)
+@pytest.mark.parametrize("fast", [True, False])
+def test_arguments_of_tool_calls_are_objects(arguments: object, seen: str, fast: bool) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ChatTemplate(TOOL_CALLS, None, None, fast=fast).render(messages) == f"f:{seen};"
+    assert call["function"] == {"name": "f", "arguments": arguments}

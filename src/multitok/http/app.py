@@ -19,6 +19,7 @@ from multitok.http.errors import internal_error
 from multitok.http.native.abort import AbortRoute
 from multitok.http.native.tokens import TokenRoutes
 from multitok.http.openai.models import ModelRoutes
+from multitok.http.openapi import OpenApiRoute
 from multitok.http.respond import error_response
 from multitok.tokenizer.requests import RequestError
 
@@ -53,6 +54,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], limits: ServerArgs, dra
         Route("/health", health.health, methods=["GET"]),
         Route("/ready", health.ready, methods=["GET"]),
         Route("/health_generate", health.health_generate, methods=["GET"]),
+        Route("/openapi.json", OpenApiRoute(limits).openapi, methods=["GET"]),
         Route("/server_info", InfoRoute(manager).server_info, methods=["GET"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),

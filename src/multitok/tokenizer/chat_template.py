@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -217,6 +218,9 @@ class ChatTemplate:
     def _prepare(self, message: Message) -> Message:
         # Templates handle a key that is absent, but print "None" for one that is null.
         prepared = {key: value for key, value in message.items() if value is not None}
+        calls = prepared.get("tool_calls")
+        if isinstance(calls, list):
+            prepared["tool_calls"] = [_with_arguments(call) for call in calls]
         # An assistant's message that only calls tools has none; templates add it to text all the same.
         content = prepared.setdefault("content", "")
         if isinstance(content, list):
@@ -228,6 +232,19 @@ class ChatTemplate:
         elif isinstance(content, str) and self._wrap_strings:
             prepared["content"] = [{"type": "text", "text": content}]
         return prepared
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call whose arguments are an object, as templates want them; the API has them as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        value = msgspec.json.decode(arguments) if arguments else {}
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        # A model may have written it; its template says what becomes of it.
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
 
 
 def _part_text(part: object) -> str:

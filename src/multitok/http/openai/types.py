@@ -213,5 +213,10 @@ def refuse_unsupported(request: msgspec.Struct, fields: list[tuple[str, tuple[ob
     """
     for name, neutral in fields:
         value = getattr(request, name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(_same(value, neutral_value) for neutral_value in neutral):
             raise invalid(prefix + name, "is not supported by this server")
+
+
+def _same(value: object, other: object) -> bool:
+    # 1 is True in Python.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
