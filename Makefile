@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+FUZZ_SECONDS ?= 600
 
-.PHONY: help install serve test test-all lint format bench clean
+.PHONY: help install serve test test-all fuzz lint format bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,6 +35,11 @@ test: $(VENV)/.installed-test  ## install what tests need and run them
 
 test-all: $(VENV)/.installed-test  ## the tests that take long, too
 	$(BIN)/pytest $(ARGS)
+
+fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore the API as long
+	-$(BIN)/pip install --quiet --group fuzz
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/pytest --timeout=0 -m slow tests/http/test_openapi.py
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(BIN)/ruff check src tests benchmarks

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import schemathesis
 from http_double import INFO, DoubleManager, RunningServer, chat, running
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -86,26 +88,41 @@ def test_answers_are_of_the_published_shape(path: str, body: Any, kind: Any) -> 
         assert msgspec.to_builtins(made) == answer.json()
 
 
-def explore(server: RunningServer, examples: int, seed: int | None) -> None:
+def explore(server: RunningServer, examples: int, seconds: float | None = None) -> int:
+    """Ask what the description allows and what it doesn't; returns how often."""
     schema = schemathesis.openapi.from_dict(document())
     url = f"http://127.0.0.1:{server.port}"
-    import hypothesis
+    asked = 0
+    end = None if seconds is None else time.monotonic() + seconds
+    while True:
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
 
-    for result in schema.get_all_operations():
-        operation = result.ok()
-        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
-            strategy = operation.as_strategy(generation_mode=mode)
+                @settings(
+                    max_examples=examples,
+                    deadline=None,
+                    database=None,
+                    derandomize=end is None,
+                    suppress_health_check=list(HealthCheck),
+                    phases=[Phase.generate, Phase.shrink],
+                )
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def probe(case: schemathesis.Case) -> None:
+                    nonlocal asked
+                    asked += 1
+                    case.call_and_validate(base_url=url, checks=CHECKS)
 
-            @settings(
-                max_examples=examples, deadline=None, database=None, derandomize=seed is not None,
-                suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink],
-            )  # fmt: skip
-            @hypothesis.given(case=strategy)
-            def probe(case: Any) -> None:
-                case.call_and_validate(base_url=url, checks=CHECKS)
-
-            probe()
+                probe()
+        if end is None or time.monotonic() > end:
+            return asked
 
 
 def test_the_server_keeps_to_it(server: RunningServer) -> None:
-    explore(server, 20, 1)
+    assert explore(server, 20) > 100
+
+
+@pytest.mark.slow
+def test_the_server_keeps_to_it_for_long(server: RunningServer, record_property: Callable[[str, object], None]) -> None:
+    seconds = float(os.environ.get("FUZZ_SECONDS", "60"))
+    record_property("requests", explore(server, 300, seconds / 2))
