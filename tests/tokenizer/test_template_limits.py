@@ -54,7 +54,7 @@ GROWING = {
     "a long list": "{% set ns = namespace(l=[1]) %}{% for i in range(60) %}{% set ns.l = ns.l + ns.l %}{% endfor %}",
     "repetition": "{{ 'x' * 10000000000 }}",
     "repetition of a list": "{{ ['x'] * 10000000000 }}",
-    "a huge power": "{{ 7 ** 7 ** 9 }}",
+    "a huge power": "{{ 7 ** (7 ** 9) }}",
     "a huge product": "{% set ns = namespace(n=7) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
     "padding": "{{ 'x'.center(10000000000) }}{{ 'x'.zfill(10000000000) }}",
     "padding by a filter": "{{ 'x' | center(10000000000) }}",

@@ -24,7 +24,7 @@ from multitok.tokenizer.content_format import content_format, tests_for_string
 from multitok.tokenizer.errors import ChatTemplateError, TemplateError
 from multitok.tokenizer.fast_template import FastTemplate, is_plain
 from multitok.tokenizer.template_dialect import outside_of_dialect
-from multitok.tokenizer.template_limits import MOST_SECONDS, BoundedEnvironment, TemplateTooSlow, time_limit
+from multitok.tokenizer.template_limits import MOST_SECONDS, BoundedEnvironment, TemplateTooLarge, time_limit
 from multitok.tokenizer.template_probe import first_difference
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,8 @@ class ChatTemplate:
         ------
         ChatTemplateError
             With the template's own words where it refuses the messages.
-        TemplateTooSlow
-            It takes longer than `time_limit` allows, or `MOST_SECONDS`.
+        TemplateTooLarge
+            It makes too much, or takes longer than `time_limit` allows, or `MOST_SECONDS`.
         """
         variables, tail = self._variables(
             messages, add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs
@@ -167,7 +167,7 @@ class ChatTemplate:
         try:
             with time_limit(MOST_SECONDS):
                 return self._template.render(variables)
-        except TemplateTooSlow:
+        except TemplateTooLarge:
             raise
         except jinja2.UndefinedError as error:
             raise ChatTemplateError(f"the chat template misses something in these messages: {error}") from error
@@ -197,7 +197,8 @@ class ChatTemplate:
             variables, _ = self._probe_variables(messages, options)
             with time_limit(_PROBE_SECONDS):
                 return self._render_reference(variables)
-        except TemplateTooSlow:
+        except TemplateTooLarge:
+            # Not a template to try another engine on, which sees less of what it does.
             raise
         except ChatTemplateError:
             return None

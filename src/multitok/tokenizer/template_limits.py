@@ -38,7 +38,11 @@ MOST_SECONDS = 5.0
 _STEPS_PER_LOOK = 16
 
 
-class TemplateTooSlow(ChatTemplateError):
+class TemplateTooLarge(ChatTemplateError):
+    """A template makes more than any prompt needs."""
+
+
+class TemplateTooSlow(TemplateTooLarge):
     """A template needs more time than it was given."""
 
 
@@ -63,8 +67,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     Raises
     ------
-    TemplateTooSlow
-        Its time is up.
+    TemplateTooLarge
+        It makes too much, or its time is up.
     """
     outer = _meter.end
     _meter.end, _meter.characters = min(outer, time.monotonic() + seconds), 0
@@ -72,6 +76,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     except _OutOfTime as error:
         raise TemplateTooSlow(str(error)) from None
+    except TooMuch as error:
+        raise TemplateTooLarge(str(error)) from None
     finally:
         _meter.end, _meter.characters = outer, 0
 

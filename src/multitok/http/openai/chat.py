@@ -139,7 +139,8 @@ def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
     for name in arguments:
         if name in _TEMPLATE_ARGUMENTS:
             raise invalid(f"chat_template_kwargs.{name}", "is a field of the request itself")
-    check_nested("chat_template_kwargs", arguments, MAX_TEMPLATE_CHARACTERS)
+    if arguments:
+        check_nested("chat_template_kwargs", arguments, MAX_TEMPLATE_CHARACTERS)
     last = body.messages[-1].get("content")
     if isinstance(last, str) and len(last) > LARGE_BODY and template.keeps_text:
         # Rendering megabytes holds the interpreter's lock for longer than counting them.
