@@ -142,7 +142,7 @@ def schema(levels: int = 1, text: str = "") -> dict[str, Any]:
         (completion(logit_bias=dict.fromkeys("1234", 1)), completion(logit_bias=dict.fromkeys("12345", 1)),
          "logit_bias"),
         (completion(request_id="x" * 12), completion(request_id="x" * 13), "request_id"),
-        (conversation(rid="x" * 12), conversation(rid="x" * 13), "request_id"),
+        (conversation(rid="x" * 12), conversation(rid="x" * 13), "rid"),
         (native(rid="x" * 12), native(rid="x" * 13), "rid"),
         (("/abort_request", {"rid": "x" * 12}), ("/abort_request", {"rid": "x" * 13}), "rid"),
         (("/tokenize", {"prompt": ["a"] * 8}), ("/tokenize", {"prompt": ["a"] * 9}), "prompt"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 FinishWord = Literal["stop", "length", "abort"]
 
@@ -63,7 +64,7 @@ class AssistantMessage(msgspec.Struct):
     refusal: str | None
 
 
-class ChatChoice(msgspec.Struct, omit_defaults=True):
+class ChatChoice(msgspec.Struct):
     """One of the answers."""
 
     index: int
@@ -71,10 +72,10 @@ class ChatChoice(msgspec.Struct, omit_defaults=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishWord
     stop_reason: int | str | None
-    token_ids: list[int] = []
+    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, omit_defaults=True):
+class ChatCompletion(msgspec.Struct):
     """Answer of ``/v1/chat/completions``."""
 
     id: str
@@ -83,7 +84,7 @@ class ChatCompletion(msgspec.Struct, omit_defaults=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_token_ids: list[int] = []
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct):
@@ -95,7 +96,7 @@ class TextLogprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-class TextChoice(msgspec.Struct, omit_defaults=True):
+class TextChoice(msgspec.Struct):
     """One of the texts."""
 
     index: int
@@ -103,8 +104,8 @@ class TextChoice(msgspec.Struct, omit_defaults=True):
     logprobs: TextLogprobs | None
     finish_reason: FinishWord
     stop_reason: int | str | None
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -143,13 +144,13 @@ class EmbeddingList(msgspec.Struct):
     data: list[EmbeddingRow]
 
 
-class Generation(msgspec.Struct, omit_defaults=True):
+class Generation(msgspec.Struct):
     """Answer of ``/generate`` for one prompt and choice."""
 
     text: str
     output_ids: list[int]
     meta_info: dict[str, Any]
-    index: int = 0
+    index: int | UnsetType = UNSET
 
 
 class Tokenized(msgspec.Struct):

@@ -133,7 +133,7 @@ class GenerateRoute(BodyRoute):
         """Decode and check the body; see `BodyRoute`."""
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
-        request_id = set_request_id(exchange, body.rid, "gen-", limits.max_request_id_length, "rid")
+        request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
         check_model(body.model, manager)
         check_task("generate", manager)
         sampling = body.sampling_params or NativeSampling()

@@ -59,10 +59,7 @@ class ChatRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(
-            exchange,
-            body.rid if body.request_id is None else body.request_id,
-            "chatcmpl-",
-            limits.max_request_id_length,
+            exchange, "chatcmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
         check_model(body.model, manager)
         check_task("generate", manager)

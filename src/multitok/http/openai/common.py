@@ -53,7 +53,7 @@ def check_request_id(request_id: str, param: str, longest: int) -> None:
 
 
 def set_request_id(
-    exchange: HttpExchange, from_body: str | None, prefix: str, longest: int, param: str = "request_id"
+    exchange: HttpExchange, prefix: str, longest: int, *, rid: str | None, request_id: str | None = None
 ) -> str:
     """Settle a request's id: the body's, the ``X-Request-Id`` header's, or a new one.
 
@@ -63,22 +63,22 @@ def set_request_id(
     ----------
     exchange : HttpExchange
         The request.
-    from_body : str or None
-        The body's field.
     prefix : str
         Start of a new id.
     longest : int
         Most characters.
-    param : str
-        Name of the body's field.
+    rid, request_id : str or None
+        The body's fields; the second goes first.
 
     Raises
     ------
     RequestError
         400 for an id that could not be a header, or is too long.
     """
-    if from_body is not None:
-        request_id = from_body
+    if request_id is not None:
+        param = "request_id"
+    elif rid is not None:
+        request_id, param = rid, "rid"
     elif header := exchange.header(b"x-request-id"):
         request_id, param = header.decode("latin-1"), "X-Request-Id"
     else:

@@ -56,7 +56,7 @@ class CompletionRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(
-            exchange, body.rid if body.request_id is None else body.request_id, "cmpl-", limits.max_request_id_length
+            exchange, "cmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
         check_model(body.model, manager)
         check_task("generate", manager)

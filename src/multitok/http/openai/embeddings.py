@@ -32,7 +32,7 @@ class EmbeddingRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(
-            exchange, body.rid if body.request_id is None else body.request_id, "embd-", limits.max_request_id_length
+            exchange, "embd-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
         check_model(body.model, manager)
         check_task("embed", manager)
