@@ -7,6 +7,7 @@ with a traceback. Seeds that reached something new are kept in the corpus folder
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -47,14 +48,15 @@ def _fuzz(name: str, seconds: int, corpus: Path) -> None:
     except ImportError:
         _fuzz_at_random(name, seconds)
         return
+    # Which request could not be served is no news here.
+    logging.disable()
     with atheris.instrument_imports(include=["multitok"]):
         import targets
     folder = corpus / name
     folder.mkdir(parents=True, exist_ok=True)
     one_input = targets.TARGETS[name].hypothesis.fuzz_one_input  # type: ignore[attr-defined]
-    # libFuzzer's own limit of time counts from its start, which reads the corpus.
-    options = [f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-rss_limit_mb=4096", "-timeout=60"]
-    options += [f"-artifact_prefix={corpus}/{name}-", "-print_final_stats=1", "-verbosity=0"]
+    options = [f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-len_control=0", "-rss_limit_mb=4096"]
+    options += [f"-artifact_prefix={corpus}/{name}-", "-timeout=60", "-print_final_stats=1", "-verbosity=0"]
     atheris.Setup([sys.argv[0], *options, str(folder)], one_input)
     atheris.Fuzz()
 

@@ -61,6 +61,9 @@ GROWING = {
     "tabs": "{{ ('\t' * 9000).expandtabs(900000000) }}",
     "indentation": "{{ ('\n' * 900000) | indent(900000) }}",
     "a width in a format": "{{ '%10000000000d' % 1 }}",
+    "a precision in a format": "{{ '%.10000000000f' % 1 }}",
+    "a width of a name in a format": "{{ '%(a)-10000000000d' % {'a': 1} }}",
+    "replacing by names": DOUBLING.replace("STEP", "{% set ns.s = ns.s | replace(old='0', new='00') %}"),
     "a width in a format, as a value": "{{ '%*d' % (10000000000, 1) }}",
     "a width in str.format": "{{ '{:10000000000}'.format(1) }}{{ '{:{w}}'.format(1, w=10000000000) }}",
     "batches": "{{ [1] | batch(10000000000, 'x') | list }}",
@@ -134,6 +137,7 @@ def test_compiling_has_bounds_too(source: str) -> None:
 def test_ordinary_operations_are_what_they_were() -> None:
     source = (
         "{{ 'a' ~ 1 ~ none ~ [1] }}|{{ 2 * 3 }}|{{ 2 ** 10 }}|{{ 'ab' * 2 }}|{{ '%5.1f|%s' % (1.25, 'x') }}|"
+        "{{ '**%s** 123456 %%' % 1 }}|{{ '{{\"k\": {}}} 20240101 {:04d}'.format(1, 2) }}|{{ '%(a)s' % {'a': 1} }}|"
         "{{ '{:>6}'.format('x') }}|{{ 'x'.center(5) }}|{{ 'a,b'.split(',') | join('-') }}|{{ [1] + [2] }}|"
         "{{ 'aXb'.replace('X', 'yy') }}|{{ {'a': 1} | tojson }}|"
         "{% for c in 'abc' %}{{ loop.index }}{{ c }}{% endfor %}|"
@@ -142,5 +146,6 @@ def test_ordinary_operations_are_what_they_were() -> None:
     )
     text = ChatTemplate(source, None, None, fast=False).render(MESSAGES)
     assert text == (
-        "a1None[1]|6|1024|abab|  1.2|x|     x|  x  |a-b|[1, 2]|ayyb|{\"a\": 1}|1a2b3c||a1|1,3|123|3"
+        "a1None[1]|6|1024|abab|  1.2|x|**1** 123456 %|{\"k\": 1} 20240101 0002|1|     x|  x  |"
+        "a-b|[1, 2]|ayyb|{\"a\": 1}|1a2b3c||a1|1,3|123|3"
     )  # fmt: skip

@@ -14,8 +14,11 @@ MOST_CHARACTERS = 64 * 1024 * 1024
 _MOST_ITEMS = 1 << 20
 _MOST_BITS = 1 << 13
 _MOST_WIDTH = 1 << 16
-# A width of more than four digits, one that is given as a value, one within a replacement field.
-_WIDTH = re.compile(r"\d{5,}|\*|\{[^{}]*\{")
+# A width or precision of more than four digits, or one that is itself a value.
+_WIDTH = {
+    "%": re.compile(r"%(?:\([^)]*\))?[-+ #0]*\d{0,4}\.?(?:\d{5,}|\*)"),
+    "{": re.compile(r"\{[^{}]*:[^{}]*(?:\d{5,}|\{)"),
+}
 _PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice"})
 # These walk over a text letter by letter, in Python.
 _SLOW = frozenset({"urlize", "wordwrap", "striptags", "title", "wordcount", "indent", "list"})
@@ -68,7 +71,8 @@ def check_method(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     elif name == "join":
         _check_join(args[0] if args else (), text)
     elif name == "translate":
-        longest = max((len(new) for new in args[0].values() if isinstance(new, str)), default=1) if args else 1
+        table = args[0] if args and isinstance(args[0], dict) else {}
+        longest = max((len(new) for new in table.values() if isinstance(new, str)), default=1)
         _check(len(text) * longest, MOST_CHARACTERS, "a text of {} characters")
     elif name in ("format", "format_map"):
         _check_pattern(text, "{", (*args, *kwargs.values()))
@@ -85,7 +89,7 @@ def check_filter(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     if name in _SLOW and isinstance(value, str):
         _check(len(value), 4 * _MOST_ITEMS, "too much of {} characters")
     if name == "replace":
-        _check_replace(text_of(value), args[1:])
+        _check_replace(text_of(value), (*args[1:], *(kwargs[key] for key in ("old", "new") if key in kwargs)))
     elif name == "join":
         separator = args[1] if len(args) > 1 else kwargs.get("d", "")
         _check_join(value, separator if isinstance(separator, str) else "")
@@ -148,8 +152,9 @@ def _check_join(items: Any, separator: str) -> None:
 
 
 def _check_pattern(pattern: str, mark: str, values: tuple[Any, ...]) -> None:
-    if _WIDTH.search(pattern):
-        raise TooMuch("the chat template uses a format with a width")
+    # A mark that is doubled is text.
+    if _WIDTH[mark].search(pattern.replace(mark * 2, "")):
+        raise TooMuch("the chat template uses a format with too large a width")
     check_printable(values)
     length = sum(len(str(value)) for value in values)
     _check(len(pattern) + pattern.count(mark) * length, MOST_CHARACTERS, "a text of {} characters")
