@@ -216,8 +216,8 @@ def test_the_shorter_time_limit_counts_and_the_tenant_is_told(make_site, in_loop
 def test_the_same_id_has_the_same_rank_whoever_sends_it(in_loop):
     async def test(owner):
         for _ in range(5):
-            owner.submit("ab", request_id="mine")
-            owner.submit("ab", n=2, request_id="mi")
+            owner.submit("ab", request_id="mine", id_is_given=True)
+            owner.submit("ab", n=2, request_id="mi", id_is_given=True)
         at: dict[str, set[int]] = {}
         for rank, scheduler in enumerate(owner.schedulers):
             while scheduler.socket.poll(200):

@@ -91,6 +91,8 @@ class HttpExchange:
         Called when a paused connection takes data again.
     on_cut : callable or None
         Called with an error when a drain's time is up; a stream ends with it as an event.
+    id_is_given : bool
+        The request's id is the client's.
     request_id : str or None
         Returned in ``x-request-id`` once set.
     tenant : int
@@ -108,6 +110,7 @@ class HttpExchange:
         "expect_continue",
         "flow",
         "headers",
+        "id_is_given",
         "keep_alive",
         "message_event",
         "more_body",
@@ -158,6 +161,7 @@ class HttpExchange:
         self.on_writable: Callable[[], None] | None = None
         self.on_cut: Callable[[RequestError], None] | None = None
         self.request_id: str | None = None
+        self.id_is_given = False
         self._active = False
         self._breather = BREATHER
         self._rest: memoryview[int] | None = None

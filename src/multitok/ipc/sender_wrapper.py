@@ -9,7 +9,6 @@ from typing import Protocol
 from multitok.messages.base import BaseBatchReq, BaseReq
 from multitok.messages.codec import encode_frame
 from multitok.messages.to_scheduler import (
-    REQUEST_KINDS,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
     ToScheduler,
@@ -76,8 +75,15 @@ class SenderWrapper:
         self._address = address
         self._start_token = start_token
 
-    def send(self, message: Request) -> None:
+    def send(self, message: Request, given_id: bool = False) -> None:
         """Stamp and send a message; a batch goes out as one message with a header and payload per child.
+
+        Parameters
+        ----------
+        message : message
+            Changed in place.
+        given_id : bool
+            Its id is the user's, and may be in use: it goes to the rank that knows of it.
 
         Raises
         ------
@@ -89,7 +95,7 @@ class SenderWrapper:
         frames: list[bytearray] = []
         for child in children:
             header = header_of(child)
-            if self._ranks > 1 and header.kind in REQUEST_KINDS and (rid := getattr(child, "rid", None)) is not None:
+            if given_id and self._ranks > 1 and (rid := getattr(child, "rid", None)) is not None:
                 header.rank = zlib.crc32(rid.encode()) % self._ranks
             frames += (encode_frame(self._start_token, header), encode_frame(self._start_token, child))
         self._socket.send_frames(frames)

@@ -363,7 +363,7 @@ class TokenizerManager:
         children: Sequence[TokenizedGenerateReqInput | TokenizedEmbeddingReqInput] = message.batch
         requests = [SubRequest(child, call, i) for i, child in enumerate(children)]
         try:
-            self._sender.send(message)
+            self._sender.send(message, call.request.id_is_given)
         except zmq.Again as error:
             # Of several, some may have reached a rank that reads.
             if len(requests) > 1:

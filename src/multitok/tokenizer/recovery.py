@@ -378,7 +378,7 @@ class Recovery:
         request.was_sent_again = True
         self._resend.discard(request.number)
         try:
-            self._sender.send(message)
+            self._sender.send(message, request.call.request.id_is_given)
         except zmq.Again:
             self._fail(request, RequestError(503, ENGINE_DIED))
 

@@ -59,7 +59,9 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     add_special_tokens : bool
         Whether tokenizing text adds BOS and the like; False for a rendered chat template.
     request_id : str or None
-        The user's id, unique among running requests; sub-requests get ``-i`` appended where there are several.
+        Its id, unique among running requests; sub-requests get ``-i`` appended where there are several.
+    id_is_given : bool
+        The id is the user's, so that it may be in use.
     priority : int
         Larger first.
     tenant : int
@@ -78,6 +80,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     stream: bool = False
     add_special_tokens: bool = True
     request_id: str | None = None
+    id_is_given: bool = False
     priority: int = 0
     tenant: int = 0
     timeout: float | None = None
@@ -91,6 +94,7 @@ class EmbeddingInput(msgspec.Struct, kw_only=True):
 
     prompts: list[str | bytes]
     request_id: str | None = None
+    id_is_given: bool = False
     truncate: bool = False
     priority: int = 0
     tenant: int = 0

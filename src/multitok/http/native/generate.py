@@ -180,6 +180,7 @@ class GenerateRoute(BodyRoute):
             skip_special_tokens=sampling.skip_special_tokens is not False,
             stream=bool(body.stream),
             request_id=request_id,
+            id_is_given=exchange.id_is_given,
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),

@@ -95,6 +95,7 @@ class ChatRoute(BodyRoute):
             stream=bool(body.stream),
             add_special_tokens=False,
             request_id=request_id,
+            id_is_given=exchange.id_is_given,
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),

@@ -86,6 +86,7 @@ def set_request_id(
         return request_id
     check_request_id(request_id, param, longest)
     exchange.request_id = request_id
+    exchange.id_is_given = True
     return request_id
 
 

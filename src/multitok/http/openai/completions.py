@@ -97,6 +97,7 @@ class CompletionRoute(BodyRoute):
             stream=bool(body.stream),
             add_special_tokens=body.add_special_tokens is not False,
             request_id=request_id,
+            id_is_given=exchange.id_is_given,
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),

@@ -46,6 +46,7 @@ class EmbeddingRoute(BodyRoute):
         request = EmbeddingInput(
             prompts=prompts,
             request_id=request_id,
+            id_is_given=exchange.id_is_given,
             truncate=bool(body.truncate),
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
