@@ -36,6 +36,10 @@ _SHM = Path("/dev/shm")
 _READY = re.compile(r"is ready after .*: http://127\.0\.0\.1:(\d+),")
 
 SIMULATED = ("--engine", "simulated")
+# PYTHONPATH: a test run of another checkout than the installed one.
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home())} | {
+    name: value for name, value in os.environ.items() if name == "PYTHONPATH"
+}
 
 
 def engine_args(**options: object) -> list[str]:
@@ -88,7 +92,7 @@ class Server:
         self._process = subprocess.Popen(
             self._command,
             cwd=self.directory,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(self.directory)},
+            env=_ENVIRONMENT | {"TMPDIR": str(self.directory)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

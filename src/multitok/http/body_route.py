@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +16,11 @@ from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
 
 # Measured: decoding, checking and rendering take about 6 ms per MB.
-LARGE_BODY = 512 * 1024
+LARGE_BODY = 96 * 1024
+_HUGE_BODY = 4 * 1024 * 1024
+# One thread each: the event loop waits for its turn with the interpreter's lock behind each thread that wants it.
+_large = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-body")
+_huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-body")
 
 T = TypeVar("T")
 Start = Callable[[], None]
@@ -26,7 +31,11 @@ async def read_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
     body = await request.body()
     if len(body) <= LARGE_BODY:
         return decode_body(decoder, body)
-    return await asyncio.get_running_loop().run_in_executor(None, decode_body, decoder, body)
+    return await asyncio.get_running_loop().run_in_executor(_threads_for(body), decode_body, decoder, body)
+
+
+def _threads_for(body: bytes | bytearray) -> ThreadPoolExecutor:
+    return _large if len(body) <= _HUGE_BODY else _huge
 
 
 class BodyRoute(ABC):
@@ -67,5 +76,5 @@ class BodyRoute(ABC):
         """
 
     async def _serve_large(self, exchange: HttpExchange) -> None:
-        start = await asyncio.get_running_loop().run_in_executor(None, self.read, exchange)
+        start = await asyncio.get_running_loop().run_in_executor(_threads_for(exchange.body), self.read, exchange)
         start()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from multitok.http.large_body import PIECE, LongTexts
 from multitok.tokenizer.requests import RequestError
 
 T = TypeVar("T")
@@ -48,6 +49,9 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         400 with the field at fault in `param`, where there is one.
     """
     try:
+        if len(body) > PIECE:
+            texts = LongTexts(body)
+            return cast("T", texts.put_back(decoder.decode(texts.rest)))
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
         raise _validation_error(str(exc)) from None

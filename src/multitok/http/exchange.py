@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 Route = Callable[["HttpExchange"], None]
 
 JSON = b"application/json"
+# Others have their turn after so many bytes of a body.
+BREATHER = 256 * 1024
 _STREAM_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
@@ -84,6 +86,7 @@ class HttpExchange:
 
     __slots__ = (
         "_active",
+        "_breather",
         "body",
         "chunked",
         "disconnected",
@@ -136,6 +139,7 @@ class HttpExchange:
         self.on_cut: Callable[[RequestError], None] | None = None
         self.request_id: str | None = None
         self._active = False
+        self._breather = BREATHER
 
     # What the protocol calls.
 
@@ -157,6 +161,11 @@ class HttpExchange:
             self.refuse_body()
         else:
             self.body += data
+            if len(self.body) >= self._breather:
+                # A client that sends faster than this process reads would have the loop to itself.
+                self._breather += BREATHER
+                self.flow.pause_reading()
+                self.protocol.loop.call_soon(self.flow.resume_reading)
 
     def body_complete(self) -> None:
         """Take the end of the body."""

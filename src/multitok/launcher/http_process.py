@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 
 import uvloop
 
@@ -29,6 +30,7 @@ from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.worker import TokenizerWorker
 
 _log = logging.getLogger(__name__)
+_SWITCH_INTERVAL_S = 0.0005
 
 
 def run_http_process(
@@ -55,6 +57,8 @@ def run_http_process(
         The launcher has exited.
     """
     channel = LauncherChannel(port_args.channel_fd)
+    # What large bodies and prompts keep busy in threads hands the interpreter over to the loop at once.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvloop.run(_serve(server_args, port_args, files, board, channel, tools))
 
 

@@ -18,6 +18,7 @@ _ASCII = bytes(range(128))
 _NO_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
 # Steps that leave every byte in place. Replace is looked at closer, Sequence into.
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Metaspace", "Digits"})
+_PIECE = 1 << 17
 # Composing turns at most four code points into one (U+1F82 is such a one; Unicode lets no more be added).
 _MOST_COMPOSED = 4
 
@@ -47,13 +48,17 @@ class TokenBound(msgspec.Struct, frozen=True):
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that the text has at least."""
-        data = text.encode("utf-8", "surrogatepass").translate(None, self.dropped)
-        word = len(data) - len(data.translate(None, _WORD))
-        high = len(data.translate(None, _ASCII))
+        size = word = high = 0
+        # In pieces: a single call on megabytes would hold the interpreter's lock all the time.
+        for start in range(0, len(text), _PIECE):
+            data = text[start : start + _PIECE].encode("utf-8", "surrogatepass").translate(None, self.dropped)
+            size += len(data)
+            word += len(data) - len(data.translate(None, _WORD))
+            high += len(data.translate(None, _ASCII))
         if self.composes:
             # A letter can vanish into the character beyond ASCII that follows it.
             return max(_ceil(len(text), _MOST_COMPOSED * self.longest), _ceil(max(0, word - high), self.most_word))
-        return max(_ceil(len(data), self.longest), _ceil(word, self.most_word), _ceil(high, self.most_high))
+        return max(_ceil(size, self.longest), _ceil(word, self.most_word), _ceil(high, self.most_high))
 
 
 def _ceil(count: int, per_token: int) -> int:
