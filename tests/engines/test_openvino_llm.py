@@ -324,6 +324,21 @@ def test_an_engine_that_rounds_resumes_nothing(smollm2_file, options):
     engine.shutdown()
 
 
+@pytest.mark.xfail(strict=True, reason="OpenVINO GenAI 2026.4 lets both write into the one cached block")
+def test_two_requests_that_go_on_from_one_cached_block_get_their_own_ids(smollm2_file, chat):
+    """Until this passes, `prefix_caching` rules out resumption (`EngineInfo.resumable`)."""
+    engine = load(smollm2_file, kv_cache_tokens=512)
+    driver = Driver(engine)
+    prompt = chat(QUESTIONS[3])
+    whole = driver.run((prompt, greedy(24, ignore_eos=True)))[0].ids
+    driver.run((prompt + whole[:1], greedy(3, ignore_eos=True)))
+    numbers = {cut: driver.add(prompt + whole[:cut], greedy(24 - cut, ignore_eos=True)) for cut in (7, 13)}
+    driver.until_idle()
+    rests = {cut: driver.results[number].ids for cut, number in numbers.items()}
+    engine.shutdown()
+    assert rests == {cut: whole[cut:] for cut in numbers}
+
+
 def test_when_the_kv_cache_runs_full_the_request_ends_with_an_error(smollm2_file):
     engine = load(smollm2_file, kv_cache_tokens=64)
     # A limit that is wrong on purpose, to see what happens should the pipeline ever run out of room.
