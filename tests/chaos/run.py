@@ -182,7 +182,8 @@ def carry_out(options: Options, log: Path | None = None) -> Result:
                     growth = _disturb(options, server, load, events, found, failures)
                 _end(options, server, failures)
         except AssertionError as error:
-            failures.append(str(error)[-_LOG_SHOWN:])
+            # What it quotes of the log has been shown if something else has failed.
+            failures.append(str(error).partition("\n")[0] if failures else str(error)[-_LOG_SHOWN:])
         entries, totals = read_ledger(ledger) if ledger.exists() else ([], Totals())
     verdict = judge(entries, totals, events)
     return Result(
