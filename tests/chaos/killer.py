@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -39,7 +40,7 @@ class Event(msgspec.Struct, kw_only=True):
     at : float
         When.
     detected : float or None
-        When the launcher said so.
+        When the launcher had collected it.
     recovered : float or None
         When the replacement was ready.
     successor : str
@@ -141,10 +142,11 @@ class Killer:
 
     def _strike(self, act: Act, victims: list[Part] | None = None, wait: bool = True) -> list[Part]:
         """Kill processes at once; then wait until each has been replaced, or at least missed."""
+        # Counted before anybody is chosen: in a rolling restart a successor may be ready a moment later.
+        line = self._server.log.count("\n")
         struck = victims if victims is not None else self._choose(act.blows)
         kind = "" if act.what == "kill" else f"{act.what}: "
         addresses = [owner_address(part.pid) for part in struck]
-        line = self._server.log.count("\n")
         events: list[Event] = []
         for part, address, blow in zip(struck, addresses, act.blows, strict=False):
             name = f"{kind}{part.role} {blow.signal}"
@@ -153,8 +155,7 @@ class Killer:
         self.events += events
 
         def follow(event: Event, part: Part) -> None:
-            # One that is killed at once may have become ready in between.
-            self._server.wait_for_line(rf"\(pid {part.pid}\) (?!is ready)", _PATIENCE_S, begin=line)
+            self._until(lambda: not Path(f"/proc/{part.pid}").exists(), f"{part.name} is missed")
             event.detected = time.monotonic()
             if wait:
                 ready = rf" {part.name} \(pid (?!{part.pid}\))\d+\) is ready, life (\d+)"
