@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -112,6 +112,13 @@ class Killer:
             self._carry_out(act)
         while self._added:
             self._order("ttou" if self._added > 0 else "ttin")
+
+    def kill_each_once(self, roles: Sequence[str]) -> None:
+        """Kill every process of some roles by SIGKILL, so that all connections are there that a recovery opens."""
+        for role in roles:
+            for part in [part for part in self._parts_in_service() if part.role == role]:
+                self._wait_for_load()
+                self._strike(Act("kill", [Blow(role, 0.0, "KILL")], 0.0), [part])
 
     def _carry_out(self, act: Act) -> None:
         match act.what:

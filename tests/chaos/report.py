@@ -21,6 +21,8 @@ FACTOR = 5
 PROMISED = (
     ("tokenizer_worker", "replaced", 2.0),
     ("scheduler", "told", 2.0),
+    # Of any part: a stream that goes on does not wait for longer than for a replacement.
+    ("", "paused", 2.0),
 )
 _FAULTS_SHOWN = 10
 TIMES = {

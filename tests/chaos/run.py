@@ -28,6 +28,8 @@ _RESUME = "+resume"
 _WARM_UP_S = 3.0
 # After the last act, so that what was replaced has been used.
 _COOL_DOWN_S = 3.0
+# In this order: owners hear of a scheduler's death from the router, and schedulers of the owners' requests after it.
+_CONNECTING = ("router", "scheduler", "detokenizer")
 _LOST_AFTER_S = 60.0
 _IDLE_S = 10.0
 _SETTLED_S = 1.0
@@ -225,15 +227,17 @@ def _disturb(
     failures: list[str],
 ) -> dict[str, float]:
     """Run the load, look at what the server holds, kill, look again; returns how memory grew."""
-    load.tell("go")
-    time.sleep(_WARM_UP_S)
-    load.tell("pause")
-    before = _look(server)
-    until = time.monotonic() + options.seconds - _COOL_DOWN_S
-    load.tell("go")
     killer = Killer(server, options.clients // 2, options.size[0])
     killer.events = events
+    load.tell("go")
+    time.sleep(_WARM_UP_S)
     try:
+        killer.kill_each_once([role for role in _CONNECTING if role in options.roles])
+        time.sleep(_COOL_DOWN_S)
+        load.tell("pause")
+        before = _look(server)
+        until = time.monotonic() + options.seconds - _COOL_DOWN_S
+        load.tell("go")
         killer.run(plan(options.seed, options.roles, options.signals, options.others), until)
         time.sleep(_COOL_DOWN_S)
     except (ServerGone, AssertionError) as error:
