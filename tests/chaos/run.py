@@ -235,7 +235,7 @@ def _disturb(
         killer.kill_each_once([role for role in _CONNECTING if role in options.roles])
         time.sleep(_COOL_DOWN_S)
         load.tell("pause")
-        before = _look(server)
+        before = _look(server, options.size[1])
         until = time.monotonic() + options.seconds - _COOL_DOWN_S
         load.tell("go")
         killer.run(plan(options.seed, options.roles, options.signals, options.others), until)
@@ -248,14 +248,22 @@ def _disturb(
     load.tell("end")
     if failures:
         return {}
-    after = _look(server)
+    after = _look(server, options.size[1])
     found += leftovers.excess(before, after)
     return leftovers.growth(before, after)
 
 
-def _look(server: Server) -> leftovers.Snapshot:
-    """Wait until nothing runs and look at what the server holds then."""
+def _look(server: Server, detokenizers: int) -> leftovers.Snapshot:
+    """Let every HTTP worker use every detokenizer, wait until nothing runs, and look at what the server holds then."""
     watch = Watch(server.port)
+    figures = eventually(watch.figures, _IDLE_S, "/server_info answers")
+    watch.close()
+    for name, each in figures.items():
+        if name.startswith("tokenizer_worker") and each["life"]:
+            with server.connection_to(int(name.partition(":")[2]), life=each["life"]) as client:
+                # Choices go to the detokenizers in turn.
+                body = {"prompt": "hello", "max_tokens": 1, "n": detokenizers}
+                client.post("/v1/completions", json=body).raise_for_status()
 
     def idle() -> bool:
         figures = watch.figures()
