@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -32,13 +34,13 @@ class Event(msgspec.Struct, kw_only=True):
     Attributes
     ----------
     kind : str
-        Role and signal, or the launcher's signal.
+        Role and signal, with the act's name in front unless it was a plain kill; or the launcher's signal.
     name, address : str
         Process, as in its title, and an HTTP worker's address.
     at : float
         When.
     detected : float or None
-        When the launcher said so.
+        When the launcher had collected it.
     recovered : float or None
         When the replacement was ready.
     successor : str
@@ -111,20 +113,27 @@ class Killer:
         while self._added:
             self._order("ttou" if self._added > 0 else "ttin")
 
+    def kill_each_once(self, roles: Sequence[str]) -> None:
+        """Kill every process of some roles by SIGKILL, so that all connections are there that a recovery opens."""
+        for role in roles:
+            for part in [part for part in self._parts_in_service() if part.role == role]:
+                self._wait_for_load()
+                self._strike(Act("kill", [Blow(role, 0.0, "KILL")], 0.0), [part])
+
     def _carry_out(self, act: Act) -> None:
         match act.what:
             case "kill" | "pair":
-                self._strike(act.blows)
+                self._strike(act)
             case "again":
                 first = len(self.events)
-                for part in self._strike(act.blows, wait=False):
-                    self._strike(act.blows, [self._successor(part)])
+                for part in self._strike(act, wait=False):
+                    self._strike(act, [self._successor(part)])
                 for event in self.events[first:]:
                     event.recovered = self.events[-1].recovered
             case "roll":
                 finish = self._begin("hup")
                 time.sleep(act.blows[0].which * _ROLL_S)
-                self._strike(act.blows)
+                self._strike(act)
                 finish()
             case "ttin" | "ttou" if self._workers == 1:
                 # Without a router there is one worker, and no more.
@@ -138,44 +147,43 @@ class Killer:
 
     # Kills
 
-    def _strike(self, blows: list[Blow], victims: list[Part] | None = None, wait: bool = True) -> list[Part]:
-        """Kill processes at once; then wait until each has been replaced."""
+    def _strike(self, act: Act, victims: list[Part] | None = None, wait: bool = True) -> list[Part]:
+        """Kill processes at once; then wait until each has been replaced, or at least missed."""
+        # Counted before anybody is chosen: in a rolling restart a successor may be ready a moment later.
+        line = self._server.log.count("\n")
+        struck = victims if victims is not None else self._choose(act.blows)
+        kind = "" if act.what == "kill" else f"{act.what}: "
+        addresses = [owner_address(part.pid) for part in struck]
+        events: list[Event] = []
+        for part, address, blow in zip(struck, addresses, act.blows, strict=False):
+            name = f"{kind}{part.role} {blow.signal}"
+            events.append(Event(kind=name, name=part.name, address=address, at=time.monotonic()))
+            os.kill(part.pid, SIGNALS[blow.signal])
+        self.events += events
+
+        def follow(event: Event, part: Part) -> None:
+            self._until(lambda: not Path(f"/proc/{part.pid}").exists(), f"{part.name} is missed")
+            event.detected = time.monotonic()
+            if wait:
+                ready = rf" {part.name} \(pid (?!{part.pid}\))\d+\) is ready, life (\d+)"
+                life = self._server.wait_for_line(ready, _PATIENCE_S, begin=line)[1]
+                event.recovered = time.monotonic()
+                if part.role == "tokenizer_worker":
+                    event.successor = f"w{part.name.partition(':')[2]}.{life}"
+
+        # Each is followed by a thread of its own: who is missed first is not known.
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(follow, events, struck))
+        return struck
+
+    def _choose(self, blows: list[Blow]) -> list[Part]:
         parts = self._parts_in_service()
         struck: list[Part] = []
         for blow in blows:
             of_role = [part for part in parts if part.role == blow.role and part not in struck]
             if of_role:
                 struck.append(of_role[int(blow.which * len(of_role))])
-        struck = victims or struck
-        lives = self._lives()
-        line = self._server.log.count("\n")
-        events = [
-            Event(kind=f"{part.role} {blow.signal}", name=part.name, address=owner_address(part.pid), at=0.0)
-            for part, blow in zip(struck, blows, strict=False)
-        ]
-        for event, part, blow in zip(events, struck, blows, strict=False):
-            event.at = time.monotonic()
-            os.kill(part.pid, SIGNALS[blow.signal])
-        self.events += events
-        for event, part in zip(events, struck, strict=True):
-            # One that is killed at once may have become ready in between.
-            self._server.wait_for_line(rf"\(pid {part.pid}\) (?!is ready)", _PATIENCE_S, begin=line)
-            event.detected = time.monotonic()
-        if wait:
-            for event, part in zip(events, struck, strict=True):
-                self._wait_for_replacement(event, part, lives)
         return struck
-
-    def _wait_for_replacement(self, event: Event, part: Part, lives: dict[str, int]) -> None:
-        if part.role == "fork_server":
-            # It is on no board; that its process is there is all that shows.
-            self._successor(part)
-        else:
-            life = lives.get(part.name, 0)
-            self._until(lambda: self._lives().get(part.name, 0) > life, f"{part.name} is replaced")
-            if part.role == "tokenizer_worker":
-                event.successor = f"w{part.name.partition(':')[2]}.{self._lives().get(part.name, 0)}"
-        event.recovered = time.monotonic()
 
     def _successor(self, dead: Part) -> Part:
         def found() -> list[Part]:

@@ -24,6 +24,8 @@ from chaos.ledger import Entry, LedgerWriter
 _KEPT, _IDLE, _IDLE_S = 0.6, 0.2, 0.5
 _STAGGER_S = 1.0
 _RETRY_S = 0.02
+# Less than a client is asked to wait, so that a part that is up again has work at once.
+_BACK_OFF_S = 0.2
 
 
 class Load:
@@ -130,6 +132,8 @@ class Load:
         self._note(entry, ask, answer, connection)
         if entry.outcome != "complete" or not keep:
             connection.leave()
+        if entry.outcome == "refused":
+            await asyncio.sleep(_BACK_OFF_S)
         return None if connection.closed else connection
 
     async def _connect(self) -> Connection | None:

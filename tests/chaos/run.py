@@ -28,6 +28,8 @@ _RESUME = "+resume"
 _WARM_UP_S = 3.0
 # After the last act, so that what was replaced has been used.
 _COOL_DOWN_S = 3.0
+# In this order: owners hear of a scheduler's death from the router, and schedulers of the owners' requests after it.
+_CONNECTING = ("router", "scheduler", "detokenizer")
 _LOST_AFTER_S = 60.0
 _IDLE_S = 10.0
 _SETTLED_S = 1.0
@@ -182,7 +184,8 @@ def carry_out(options: Options, log: Path | None = None) -> Result:
                     growth = _disturb(options, server, load, events, found, failures)
                 _end(options, server, failures)
         except AssertionError as error:
-            failures.append(str(error)[-_LOG_SHOWN:])
+            # What it quotes of the log has been shown if something else has failed.
+            failures.append(str(error).partition("\n")[0] if failures else str(error)[-_LOG_SHOWN:])
         entries, totals = read_ledger(ledger) if ledger.exists() else ([], Totals())
     verdict = judge(entries, totals, events)
     return Result(
@@ -224,15 +227,17 @@ def _disturb(
     failures: list[str],
 ) -> dict[str, float]:
     """Run the load, look at what the server holds, kill, look again; returns how memory grew."""
-    load.tell("go")
-    time.sleep(_WARM_UP_S)
-    load.tell("pause")
-    before = _look(server)
-    until = time.monotonic() + options.seconds - _COOL_DOWN_S
-    load.tell("go")
     killer = Killer(server, options.clients // 2, options.size[0])
     killer.events = events
+    load.tell("go")
+    time.sleep(_WARM_UP_S)
     try:
+        killer.kill_each_once([role for role in _CONNECTING if role in options.roles])
+        time.sleep(_COOL_DOWN_S)
+        load.tell("pause")
+        before = _look(server, options.size[1])
+        until = time.monotonic() + options.seconds - _COOL_DOWN_S
+        load.tell("go")
         killer.run(plan(options.seed, options.roles, options.signals, options.others), until)
         time.sleep(_COOL_DOWN_S)
     except (ServerGone, AssertionError) as error:
@@ -243,14 +248,22 @@ def _disturb(
     load.tell("end")
     if failures:
         return {}
-    after = _look(server)
+    after = _look(server, options.size[1])
     found += leftovers.excess(before, after)
     return leftovers.growth(before, after)
 
 
-def _look(server: Server) -> leftovers.Snapshot:
-    """Wait until nothing runs and look at what the server holds then."""
+def _look(server: Server, detokenizers: int) -> leftovers.Snapshot:
+    """Let every HTTP worker use every detokenizer, wait until nothing runs, and look at what the server holds then."""
     watch = Watch(server.port)
+    figures = eventually(watch.figures, _IDLE_S, "/server_info answers")
+    watch.close()
+    for name, each in figures.items():
+        if name.startswith("tokenizer_worker") and each["life"]:
+            with server.connection_to(int(name.partition(":")[2]), life=each["life"]) as client:
+                # Choices go to the detokenizers in turn.
+                body = {"prompt": "hello", "max_tokens": 1, "n": detokenizers}
+                client.post("/v1/completions", json=body).raise_for_status()
 
     def idle() -> bool:
         figures = watch.figures()
