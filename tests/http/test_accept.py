@@ -49,7 +49,7 @@ class Echo(asyncio.Protocol):
         transport.write(b"%d" % self.worker)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.acceptors[self.worker].connection_closed()
+        self.acceptors[self.worker].connection_closed(self)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_least_loaded_worker_gets_the_connection(listener: socket.socket) ->
     async def main() -> None:
         board = Board(2)
         acceptors = make(listener, board, 2)
-        acceptors[0].connections = 10
+        acceptors[0]._open |= {asyncio.Protocol() for _ in range(10)}
         for acceptor in acceptors:
             acceptor.start()
         opened = [await open_connection(listener) for _ in range(8)]
@@ -117,7 +117,7 @@ def test_a_hung_least_loaded_worker_keeps_nobody_from_accepting(listener: socket
     async def main() -> None:
         board = Board(2)
         acceptors = make(listener, board, 1)
-        acceptors[0].connections = 100
+        acceptors[0]._open |= {asyncio.Protocol() for _ in range(100)}
         acceptors[0].start()
         opened = [await open_connection(listener) for _ in range(3)]
         assert [worker for worker, _ in opened] == [0] * 3

@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
+import resource
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,11 @@ HESITATION = 0.001
 MAX_HESITATION = 0.005
 # Seconds without accepting after running out of descriptors or memory.
 EXHAUSTED_PAUSE = 0.5
+# Descriptors that connections leave to everything else in the process.
+RESERVED_DESCRIPTORS = 32
+# Bytes that the kernel takes for a client before the wire has room: more waits here, where it can be merged. Without
+# it the kernel keeps megabytes for each client that does not read.
+KERNEL_BUFFER = 128 * 1024
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -54,30 +61,41 @@ class Acceptor:
     slot : LoadSlot
         Own place on the load board.
     protocol_factory : callable
-        Makes a connection's protocol, which must end in one call of `connection_closed`.
-
-    Attributes
-    ----------
-    connections : int
-        Open connections of this worker.
+        Makes a connection's protocol, which must end in a call of `connection_closed`.
+    options : dict
+        For ``connect_accepted_socket``: TLS and its time-outs.
     """
 
     def __init__(
-        self, listen_socket: socket.socket, slot: LoadSlot, protocol_factory: Callable[[], asyncio.Protocol]
+        self,
+        listen_socket: socket.socket,
+        slot: LoadSlot,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        options: dict[str, Any] | None = None,
     ) -> None:
-        self.connections = 0
         self._socket = listen_socket
         self._slot = slot
         self._protocol_factory = protocol_factory
+        self._options = options or {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        # A set, so that an end counts once, however it is heard of.
+        self._open: set[asyncio.BaseProtocol] = set()
+        # Until a connection is served, or has failed: with TLS until the handshake is done.
+        self._opening: set[asyncio.Task[None]] = set()
         self._running = False
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max(1, limit - len(os.listdir("/proc/self/fd")) - RESERVED_DESCRIPTORS)
+
+    @property
+    def connections(self) -> int:
+        """Open connections of this worker."""
+        return len(self._open)
 
     def start(self) -> None:
         """Begin to accept."""
         self._socket.setblocking(False)
-        self._slot.set_connections(self.connections)
+        self._slot.set_connections(len(self._open))
         self._running = True
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
 
@@ -91,13 +109,18 @@ class Acceptor:
             self._timer = None
         self._loop.remove_reader(self._socket.fileno())
 
-    def connection_closed(self) -> None:
+    def connection_closed(self, protocol: asyncio.BaseProtocol) -> None:
         """Count a connection's end."""
-        self.connections -= 1
-        self._slot.set_connections(self.connections)
+        self._open.discard(protocol)
+        self._slot.set_connections(len(self._open))
+
+    def abort_opening(self) -> None:
+        """Give up on connections that have not got as far as a request."""
+        for task in self._opening:
+            task.cancel()
 
     def _on_readable(self) -> None:
-        excess = self.connections - self._slot.lowest_connections()
+        excess = len(self._open) - self._slot.lowest_connections()
         if excess <= 0:
             self._accept()
         else:
@@ -118,6 +141,9 @@ class Acceptor:
         self._loop.add_reader(self._socket.fileno(), self._on_readable)
 
     def _accept(self) -> None:
+        if len(self._open) >= self._most:
+            self._pause("too many connections for the limit of open files")
+            return
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -126,23 +152,33 @@ class Acceptor:
             if exc.errno not in _EXHAUSTED:
                 logger.warning("accepting failed: %s", exc)
             else:
-                logger.error("accepting pauses for %g seconds: %s", EXHAUSTED_PAUSE, exc)
-                self._look_away(EXHAUSTED_PAUSE, self._resume)
+                self._pause(str(exc))
             return
         connection.setblocking(False)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connections += 1
-        self._slot.set_connections(self.connections)
-        task = self._loop.create_task(self._connect(connection))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, KERNEL_BUFFER)
+        protocol = self._protocol_factory()
+        self._open.add(protocol)
+        self._slot.set_connections(len(self._open))
+        task = self._loop.create_task(self._connect(connection, protocol))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
-    async def _connect(self, connection: socket.socket) -> None:
+    def _pause(self, reason: str) -> None:
+        logger.error("accepting pauses for %g seconds: %s", EXHAUSTED_PAUSE, reason)
+        self._look_away(EXHAUSTED_PAUSE, self._resume)
+
+    async def _connect(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._protocol_factory, connection)
-        except Exception as exc:
-            if not isinstance(exc, OSError):
-                logger.exception("setting up a connection failed")
+            await self._loop.connect_accepted_socket(lambda: protocol, connection, **self._options)
+        except BaseException as exc:
             connection.close()
-            self.connection_closed()
+            self.connection_closed(protocol)
+            if isinstance(exc, OSError):
+                # A client that went away, or a scanner that does not speak TLS.
+                logger.debug("a connection failed before it was served: %s", exc)
+            elif isinstance(exc, Exception):
+                logger.exception("setting up a connection failed")
+            else:
+                raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from multitok.http.admin.health import HealthRoutes
 from multitok.http.admin.info import InfoRoute
+from multitok.http.auth import check_admin
 from multitok.http.errors import internal_error
 from multitok.http.native.abort import AbortRoute
 from multitok.http.native.tokens import TokenRoutes
@@ -25,9 +26,12 @@ from multitok.tokenizer.requests import RequestError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from multitok.http.cors import Headers
     from multitok.http.manager import Manager
 
 logger = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 _WORDS = {404: "there is no such route: {path}", 405: "{path} does not take {method}"}
 
@@ -52,12 +56,12 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, drain
         Route("/health", health.health, methods=["GET"]),
         Route("/ready", health.ready, methods=["GET"]),
         Route("/health_generate", health.health_generate, methods=["GET"]),
-        Route("/server_info", InfoRoute(manager).server_info, methods=["GET"]),
+        Route("/server_info", _control(InfoRoute(manager).server_info), methods=["GET"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/abort_request", AbortRoute(manager).abort_request, methods=["POST"]),
+        Route("/abort_request", _control(AbortRoute(manager).abort_request), methods=["POST"]),
         *(Route(path, _unreachable, methods=["POST"]) for path in hot_paths),
     ]
     app = Starlette(
@@ -66,6 +70,16 @@ def make_app(manager: Manager, hot_paths: Iterable[str], max_prompts: int, drain
     )
     app.router.redirect_slashes = False
     return _Guard(app, draining)
+
+
+def _control(endpoint: Endpoint) -> Endpoint:
+    """Have a route take the admin key only, where there is one; the body has not been read when it refuses."""
+
+    async def checked(request: Request) -> Response:
+        check_admin(request.scope["state"]["access"])
+        return await endpoint(request)
+
+    return checked
 
 
 async def _unreachable(request: Request) -> Response:
@@ -102,6 +116,7 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         started = False
+        cors: Headers = scope["state"]["cors"]
 
         async def watched_send(message: Message) -> None:
             nonlocal started
@@ -109,6 +124,8 @@ class _Guard:
                 # Only the newest versions of uvicorn say so themselves when a connection is about to close.
                 lines = [line for line in message["headers"] if line[0] != b"connection"]
                 message["headers"] = [*lines, (b"connection", b"close")]
+            if not started and cors:
+                message["headers"] = [*message["headers"], *cors]
             started = True
             await send(message)
 

@@ -11,6 +11,14 @@ from multitok.tokenizer.requests import RequestError
 
 RETRY_AFTER_SECONDS = 1
 
+# Headers of an error's answer, beside those of every answer.
+_RETRY = {"retry-after": str(RETRY_AFTER_SECONDS)}
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
+_LINES = {
+    status: "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    for status, headers in _HEADERS.items()
+}
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -20,10 +28,14 @@ _TYPES = {
 }
 
 _CODES = {
+    401: "invalid_api_key",
+    403: "permission_denied",
     404: "not_found",
     405: "method_not_allowed",
+    408: "request_timeout",
     413: "request_too_large",
     429: "rate_limit_exceeded",
+    431: "headers_too_large",
     500: "internal_error",
     503: "overloaded",
 }
@@ -82,9 +94,14 @@ def error_body(error: RequestError) -> bytes:
     return msgspec.json.encode(ErrorBody(detail))
 
 
-def wants_retry(status: int) -> bool:
-    """Whether an answer tells the client when to try again."""
-    return status in (429, 503)
+def error_headers(status: int) -> dict[str, str]:
+    """Return the headers that an error's answer has: when to try again, or that a key is needed."""
+    return _HEADERS.get(status, {})
+
+
+def error_lines(status: int) -> bytes:
+    """Return `error_headers` as the lines of a head."""
+    return _LINES.get(status, b"")
 
 
 def internal_error() -> RequestError:

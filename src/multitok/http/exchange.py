@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from multitok.http import sse
-from multitok.http.errors import RETRY_AFTER_SECONDS, error_body, internal_error, wants_retry
+from multitok.http.errors import error_body, error_lines, internal_error
 from multitok.tokenizer.requests import RequestError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ Route = Callable[["HttpExchange"], None]
 JSON = b"application/json"
 # Others have their turn after so many bytes of a body.
 BREATHER = 256 * 1024
+# A larger answer is written in pieces of this size, as the client takes them: what it has not taken can be seen then.
+PIECE = 128 * 1024
 _STREAM_HEADERS = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
@@ -52,6 +54,11 @@ class _NoEvent:
 _NO_EVENT = _NoEvent()
 
 
+def body_too_large(limit: int) -> RequestError:
+    """Make the refusal of a body that is larger than a limit in bytes."""
+    return RequestError(413, f"the body is larger than the limit of {limit} bytes")
+
+
 class HttpExchange:
     """A request on a hot route and the way to answer it.
 
@@ -60,7 +67,7 @@ class HttpExchange:
     protocol : DirectHttpProtocol
         The connection.
     route : callable or None
-        Called with the exchange when the body is complete; None for a request that is refused for its size.
+        Called with the exchange when the body is complete; None for a request that is refused.
     headers : list of (bytes, bytes)
         Names are in lower case.
     chunked : bool
@@ -69,8 +76,12 @@ class HttpExchange:
         Whether the connection stays open afterwards.
     expect_continue : bool
         Whether the client waits for ``100 Continue`` before it sends the body.
-    too_large : bool
-        The body is known to be larger than allowed.
+    refusal : RequestError or None
+        What the request is answered with, without its body being read.
+    tenant : int
+        Whose limits it counts against; 0 where there are no keys.
+    cors : bytes
+        Header lines for a web page of another origin.
 
     Attributes
     ----------
@@ -87,8 +98,10 @@ class HttpExchange:
     __slots__ = (
         "_active",
         "_breather",
+        "_rest",
         "body",
         "chunked",
+        "cors",
         "disconnected",
         "expect_continue",
         "flow",
@@ -100,11 +113,12 @@ class HttpExchange:
         "on_disconnect",
         "on_writable",
         "protocol",
+        "refusal",
         "request_id",
         "response_complete",
         "response_started",
         "route",
-        "too_large",
+        "tenant",
         "transport",
     )
 
@@ -117,7 +131,9 @@ class HttpExchange:
         chunked: bool,
         keep_alive: bool,
         expect_continue: bool,
-        too_large: bool = False,
+        refusal: RequestError | None = None,
+        tenant: int = 0,
+        cors: bytes = b"",
     ) -> None:
         self.protocol = protocol
         self.transport = protocol.transport
@@ -129,7 +145,9 @@ class HttpExchange:
         self.expect_continue = expect_continue
         self.body = bytearray()
         self.more_body = True
-        self.too_large = too_large
+        self.refusal = refusal
+        self.tenant = tenant
+        self.cors = cors
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
@@ -140,14 +158,15 @@ class HttpExchange:
         self.request_id: str | None = None
         self._active = False
         self._breather = BREATHER
+        self._rest: memoryview[int] | None = None
 
     # What the protocol calls.
 
     def start(self) -> None:
         """Take the connection's turn: earlier requests on it have been answered."""
         self._active = True
-        if self.too_large:
-            self.refuse_body()
+        if self.refusal is not None:
+            self.send_error(self.refusal)
         elif not self.more_body:
             self._call_route()
         elif self.expect_continue and not self.body:
@@ -155,10 +174,11 @@ class HttpExchange:
 
     def feed(self, data: bytes) -> None:
         """Take a part of the body."""
-        if self.response_complete or self.too_large:
+        if self.response_complete or self.refusal is not None:
             return
-        if len(self.body) + len(data) > self.protocol.server_state.max_body_bytes:
-            self.refuse_body()
+        limit = self.protocol.server_state.max_body_bytes
+        if len(self.body) + len(data) > limit:
+            self.refuse(body_too_large(limit))
         else:
             self.body += data
             if len(self.body) >= self._breather:
@@ -173,14 +193,13 @@ class HttpExchange:
         if self._active and not self.response_complete:
             self._call_route()
 
-    def refuse_body(self) -> None:
-        """Answer 413 when the exchange's turn has come, and close."""
-        self.too_large = True
+    def refuse(self, error: RequestError) -> None:
+        """Answer with an error when the exchange's turn has come, and close; nothing more of the body is kept."""
+        self.refusal = error
+        self.keep_alive = False
         self.body = bytearray()
         if self._active:
-            self.keep_alive = False
-            limit = self.protocol.server_state.max_body_bytes
-            self.send_error(RequestError(413, f"the body is larger than the limit of {limit} bytes"))
+            self.send_error(error)
 
     def disconnect(self) -> None:
         """Tell whoever works on the answer that nobody waits for it any more."""
@@ -229,14 +248,31 @@ class HttpExchange:
         if self.response_complete or self.disconnected:
             return
         self.response_started = True
-        head = b"content-type: %b\r\ncontent-length: %d\r\n%b" % (content_type, len(body), extra)
-        self.transport.write(self._head(status, head) + body)
+        head = self._head(status, b"content-type: %b\r\ncontent-length: %d\r\n%b" % (content_type, len(body), extra))
+        if len(body) <= PIECE:
+            self.transport.write(head + body)
+            self._complete()
+            return
+        self.transport.write(head)
+        self._rest = memoryview(body)
+        self.on_writable, self.on_cut = self._write_rest, self._cut_rest
+        self._write_rest()
+
+    def respond_no_content(self, extra: bytes) -> None:
+        """Send an answer without content.
+
+        Parameters
+        ----------
+        extra : bytes
+            Further header lines, each with its line end.
+        """
+        self.response_started = True
+        self.transport.write(self._head(204, extra))
         self._complete()
 
     def send_error(self, error: RequestError) -> None:
         """Send an error as the whole answer."""
-        extra = b"retry-after: %d\r\n" % RETRY_AFTER_SECONDS if wants_retry(error.status) else b""
-        self.respond(error.status, error_body(error), JSON, extra)
+        self.respond(error.status, error_body(error), JSON, error_lines(error.status))
 
     def write_events(self, data: bytes) -> None:
         """Send events of a stream; the first call sends the head too, in the same write."""
@@ -322,6 +358,8 @@ class HttpExchange:
         parts = [STATUS_LINE[status], self.protocol.server_state.date_line, lines]
         if self.request_id is not None:
             parts.append(b"x-request-id: %b\r\n" % self.request_id.encode())
+        if self.cors:
+            parts.append(self.cors)
         if not self.keep_alive:
             parts.append(b"connection: close\r\n")
         parts.append(b"\r\n")
@@ -334,6 +372,17 @@ class HttpExchange:
         self.keep_alive = False
         return self._head(200, _STREAM_HEADERS)
 
+    def _write_rest(self) -> None:
+        """Write as much of a large answer as the connection takes."""
+        while self._rest and not self.flow.write_paused and not self.disconnected:
+            piece, self._rest = self._rest[:PIECE], self._rest[PIECE:]
+            self.transport.write(piece)
+        if not self._rest and not (self.disconnected or self.response_complete):
+            self._complete()
+
+    def _cut_rest(self, error: RequestError) -> None:
+        self.drop()
+
     def _complete(self) -> None:
         self.response_complete = True
         self.body = bytearray()
@@ -345,3 +394,4 @@ class HttpExchange:
     def _forget(self) -> None:
         # The callbacks lead back here; a cycle would wait for the garbage collector.
         self.on_disconnect = self.on_writable = self.on_cut = None
+        self._rest = None

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from multitok.http.cors import Headers, as_lines
 from multitok.http.errors import error_body
-from multitok.http.exchange import HttpExchange, Route
+from multitok.http.exchange import HttpExchange, Route, body_too_large
+from multitok.http.gate import Gate
+from multitok.http.limits import DISCARDED_BODY
+from multitok.http.parsing import ParsingProtocol, head_too_large
+from multitok.http.slow_client import SlowClientWatch
 from multitok.http.state import DirectServerState
 from multitok.tokenizer.requests import RequestError
 
@@ -26,13 +32,20 @@ logger = logging.getLogger(__name__)
 PIPELINE_LIMIT = 8
 # How long unread input is thrown away after a last answer: closing at once would reset the connection under it.
 LINGER_SECONDS = 5.0
+# How long a client with TLS has to answer the end of an idle connection.
+TLS_GOODBYE_SECONDS = 0.5
+# Once around the loop: whatever has arrived is parsed.
+ONCE_AROUND = 0.001
 SHUTTING_DOWN = "the server is shutting down"
 
+# Stands in for a request that is not answered yet, where uvicorn would otherwise begin with the next one.
+_UNANSWERED: Any = SimpleNamespace(response_complete=False)
+# The connection can't go on after these.
+_CLOSING_STATUS = (413, 431)
 
-class DirectHttpProtocol(HttpToolsProtocol):
+
+class DirectHttpProtocol(ParsingProtocol):
     """A connection whose hot routes write straight to the transport."""
-
-    server_state: DirectServerState
 
     def __init__(
         self,
@@ -44,26 +57,32 @@ class DirectHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._active: Any = None
         self._starting = False
-        # A message has begun and has not ended.
-        self._receiving = False
-        # Input is thrown away.
-        self._discarding = False
         # Nothing is answered any more.
         self._ended = False
-        self._body_size = 0
+        # An idle connection's time is up, and what has arrived meanwhile is looked at a last time.
+        self._last_look = False
+        self._client_watch: SlowClientWatch | None = None
+        self._gate = Gate(server_state)
 
     # Connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Arm the idle timer too: a connection that never sends anything is closed."""
+        """Set the time for the first request's head; a connection that never sends anything is closed."""
         super().connection_made(transport)
-        self._wait_for_request()
+        # With TLS it would be eight times as much.
+        transport.set_write_buffer_limits(HIGH_WATER_LIMIT)
+        state = self.server_state
+        patience = min(self.timeout_keep_alive, state.receive_timeout)
+        self._read_deadline.set(patience if state.drain_grace is None else min(patience, state.drain_grace))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell every unfinished request of the connection, not only the one that was parsed last."""
         self._leave()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        self._read_deadline.close()
+        if self._client_watch is not None:
+            self._client_watch.close()
+            self._client_watch = None
         # An exchange refers back to its connection; apart, both go at once.
         self.cycle = self._active = None  # type: ignore[assignment]
         self.server_state.on_closed(self)
@@ -84,13 +103,52 @@ class DirectHttpProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
 
+    def pause_writing(self) -> None:
+        """Give the client time to take what waits."""
+        super().pause_writing()
+        self._watch_client()
+
     def resume_writing(self) -> None:
         """Let the stream write what it merged meanwhile, then start what waited for room."""
         super().resume_writing()
+        if self._client_watch is not None and not self.transport.is_closing():
+            self._client_watch.end()
         active = self._active
         if isinstance(active, HttpExchange) and active.on_writable is not None:
             active.on_writable()
         self._start_next()
+
+    def _watch_client(self) -> None:
+        if self.transport.get_write_buffer_size() == 0:
+            return
+        if self._client_watch is None:
+            timeout = self.server_state.slow_client_timeout
+            self._client_watch = SlowClientWatch(self.loop, self.transport, timeout, self._drop)
+        self._client_watch.begin()
+
+    def _drop(self) -> None:
+        logger.debug("a client does not read: dropped")
+        self._leave()
+        self.transport.abort()
+
+    def _on_read_due(self) -> None:
+        if self.transport.is_closing():
+            self.transport.abort()
+        elif self._ended:
+            self._close_idle()
+        elif self._discarding:
+            # Closes when what runs has been answered.
+            return
+        elif self._receiving:
+            if self.flow.read_paused:
+                self._read_deadline.set(self.server_state.receive_timeout)
+            else:
+                self._refuse_message(RequestError(408, "the request took too long to arrive"))
+        elif self._last_look:
+            self._close_idle()
+        else:
+            self._last_look = True
+            self._read_deadline.set(ONCE_AROUND)
 
     def close_after_answer(self, unread: bool = False) -> None:
         """Close once what was written has gone out.
@@ -103,144 +161,143 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """
         if self.transport.is_closing():
             return
-        if not (unread or self._discarding) or not self.transport.can_write_eof():
-            self.transport.close()
+        if not (unread or self._discarding):
+            self._close()
             return
         self._discarding = self._ended = True
         self.flow.resume_reading()
-        self.transport.write_eof()
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(LINGER_SECONDS, self.timeout_keep_alive_handler)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._read_deadline.set(LINGER_SECONDS)
 
-    # Parsing.
+    def _close(self) -> None:
+        """Close, without waiting for ever for a client that does not read."""
+        if not self.transport.is_closing():
+            self._watch_client()
+            self._read_deadline.clear()
+            self.transport.close()
 
-    def data_received(self, data: bytes) -> None:
-        """Parse; an upgrade that is not offered here is ignored, as RFC 9110 allows, and the request is served."""
-        if self._discarding:
-            return
-        self._unset_keepalive_if_required()
-        while True:
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as exc:
-                if self.parser.get_method() == b"CONNECT":
-                    self._malformed("CONNECT is not supported.")
-                    return
-                # The parser skips the body of such a request; it gets the head again, without the upgrade.
-                data = self._head_without_upgrade() + data[exc.args[0] :]
-                self._new_parser()
-            except httptools.HttpParserError as exc:
-                if isinstance(exc, httptools.HttpParserCallbackError) and not isinstance(
-                    exc.__context__, httptools.HttpParserError | UnicodeError
-                ):
-                    logger.error("a parser callback failed", exc_info=exc.__context__)
-                self._malformed("Invalid HTTP request received.")
-                return
-            else:
-                return
+    def _close_idle(self) -> None:
+        self._close()
+        if self.scheme == "https":
+            # A client that looks at its idle connections only when it needs them does not say goodbye.
+            self._read_deadline.set(TLS_GOODBYE_SECONDS)
 
-    def _new_parser(self) -> None:
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    # What parsing finds.
 
-    def _head_without_upgrade(self) -> bytes:
-        version = self.parser.get_http_version().encode()
-        lines = [b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)]
-        for name, value in self.headers:
-            if name in (b"upgrade", b"http2-settings"):
-                continue
-            if name == b"connection":
-                tokens = [token.strip() for token in value.split(b",")]
-                value = b", ".join(t for t in tokens if t.lower() not in (b"upgrade", b"http2-settings"))  # noqa: PLW2901
-                if not value:
-                    continue
-            lines.append(b"%b: %b\r\n" % (name, value))
-        lines.append(b"\r\n")
-        return b"".join(lines)
-
-    def _malformed(self, message: str) -> None:
-        """Answer 400 where it is this connection's turn; requests before the broken one are still answered."""
-        logger.debug("%s", message)
-        cycle = self.cycle
+    def _refuse_message(self, error: RequestError) -> None:
+        """Answer with the error where it is this connection's turn; requests before this one are still answered."""
+        logger.debug("%s", error.message)
+        cycle: Any = self.cycle
         if cycle is not None and cycle.more_body and self.pipeline and self.pipeline[0][0] is cycle:
             self.pipeline.popleft()
             cycle = self.pipeline[0][0] if self.pipeline else self._active
             self.cycle = cycle
         if cycle is None or cycle.response_complete:
-            self.send_400_response(message)
-        elif cycle is self._active and cycle.more_body:
-            if isinstance(cycle, HttpExchange):
-                cycle.keep_alive = False
-                cycle.send_error(RequestError(400, message))
+            if self._receiving and not self._in_head:
+                # It was answered before its body was there.
+                self.close_after_answer(unread=True)
             else:
-                cycle.keep_alive = False
+                self._send_error(error)
+        elif cycle is self._active and cycle.more_body:
+            cycle.keep_alive = False
+            if isinstance(cycle, HttpExchange):
+                cycle.send_error(error)
+            else:
                 self._leave()
                 if cycle.response_started:
-                    self.transport.close()
+                    self._close()
                 else:
-                    self.send_400_response(message)
+                    self._send_error(error)
         else:
             cycle.keep_alive = False
             self._discarding = True
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer in the error format of the API."""
-        body = error_body(RequestError(400, msg))
+    def _send_error(self, error: RequestError) -> None:
+        """Answer in the error format of the API to what is no request, and close."""
+        body = error_body(error)
         self.transport.write(
             b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (STATUS_LINE[400], self.server_state.date_line, len(body), body)
+            % (STATUS_LINE[error.status], self.server_state.date_line, len(body), body)
         )
         self.close_after_answer(unread=True)
 
-    def on_message_begin(self) -> None:
-        """Note that a request is coming in, so that a drain does not take the connection for idle."""
-        super().on_message_begin()
-        self._receiving = True
-
     def on_headers_complete(self) -> None:
-        """Make an exchange for a hot route, and an ASGI cycle for everything else."""
-        parser = self.parser
+        """Make an exchange for a hot route and for what is refused, and an ASGI cycle for everything else."""
+        parser, state = self.parser, self.server_state
         if parser.should_upgrade() or self.transport.is_closing() or self._discarding:
             return
+        self._begin_body()
         url = self.url if self.url.startswith(b"/") else httptools.parse_url(self.url).path or b"/"
-        route = self.server_state.routes.get(url.partition(b"?")[0]) if parser.get_method() == b"POST" else None
+        path, method = url.partition(b"?")[0], parser.get_method()
+        route = state.routes.get(path) if method == b"POST" else None
+        cors: Headers = []
+        if state.cors is not None:
+            cors = state.cors.headers(self.noted.get(b"origin"))
+            if cors and method == b"OPTIONS" and self._has_header(b"access-control-request-method"):
+                route = state.cors.preflight
+        if self._head_is_too_large():
+            refusal: RequestError | None = head_too_large(state.max_header_bytes)
+        else:
+            refusal = self._gate.check(path, self.headers, self.noted, route is not None and method == b"OPTIONS")
         previous = self.cycle
         busy = previous is not None and not previous.response_complete
-        self._body_size = 0
-        too_large = self._content_length() > self.server_state.max_body_bytes
-        direct = route is not None or too_large
+        # A client that does not read is not answered either.
+        unread = self.flow.write_paused and not busy
+        busy = busy or unread
+        direct = route is not None or refusal is not None
         if direct:
-            self.cycle = self._exchange(route, too_large)  # type: ignore[assignment]
+            self.cycle = self._exchange(route, refusal, as_lines(cors))  # type: ignore[assignment]
             if busy:
                 self.pipeline.appendleft((self.cycle, self.app))
         else:
-            super().on_headers_complete()
+            self.scope["state"] |= {"access": self._gate.access, "cors": cors}
+            self._begin_asgi(previous, unread)
             if not busy:
                 self._active = self.cycle
-        if self.server_state.drain_grace is not None:
+        if state.drain_grace is not None:
             self.cycle.keep_alive = False
         if busy:
             self._regulate_reading()
         elif direct:
             self._begin(self.cycle)
 
-    def _content_length(self) -> int:
-        return next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+    def _begin_asgi(self, previous: Any, unread: bool) -> None:
+        if unread:
+            self.cycle = _UNANSWERED
+        try:
+            super().on_headers_complete()
+        except Exception:
+            # A path that can't be; there is no cycle for it.
+            self.cycle = previous
+            raise
 
-    def _exchange(self, route: Route | None, too_large: bool) -> HttpExchange:
+    def _has_header(self, name: bytes) -> bool:
+        return any(key == name for key, _ in self.headers)
+
+    def _exchange(self, route: Route | None, refusal: RequestError | None, cors: bytes = b"") -> HttpExchange:
         http11 = self.parser.get_http_version() == "1.1"
         return HttpExchange(
             self,
             route,
             self.headers,
             chunked=http11,
-            keep_alive=http11 and self.parser.should_keep_alive(),
+            keep_alive=http11 and self.parser.should_keep_alive() and (refusal is None or self._goes_on(refusal)),
             expect_continue=self.expect_100_continue,
-            too_large=too_large,
+            refusal=refusal,
+            tenant=self._gate.access.tenant,
+            cors=cors,
         )
+
+    def _goes_on(self, refusal: RequestError) -> bool:
+        """Whether a refused request's body is thrown away, and the connection kept."""
+        if refusal.status in _CLOSING_STATUS or b"transfer-encoding" in self.noted or self.expect_100_continue:
+            return False
+        return int(self.noted.get(b"content-length", 0)) <= DISCARDED_BODY
 
     def on_body(self, body: bytes) -> None:
         """Feed an exchange; uvicorn's cycle gets the body its way."""
+        self._count_body(len(body))
         if self._skips_message():
             return
         cycle: Any = self.cycle
@@ -249,7 +306,6 @@ class DirectHttpProtocol(HttpToolsProtocol):
             if cycle is not self._active:
                 self._regulate_reading()
             return
-        self._body_size += len(body)
         if self._body_size <= self.server_state.max_body_bytes:
             super().on_body(body)
         elif not cycle.response_complete:
@@ -257,7 +313,9 @@ class DirectHttpProtocol(HttpToolsProtocol):
 
     def _refuse_asgi_body(self, cycle: Any) -> None:
         """Put an exchange that answers 413 in the place of an ASGI cycle, which is told that the client left."""
-        exchange: Any = self._exchange(None, too_large=True)
+        limit = self.server_state.max_body_bytes
+        exchange: Any = self._exchange(None, body_too_large(limit))
+        exchange.keep_alive = False
         self.cycle = exchange
         if cycle is not self._active:
             self.pipeline[0] = (exchange, self.app)
@@ -266,15 +324,20 @@ class DirectHttpProtocol(HttpToolsProtocol):
         cycle.message_event.set()
         self._active = exchange
         if cycle.response_started:
-            self.transport.close()
+            self._close()
         else:
             exchange.start()
 
     def on_message_complete(self) -> None:
         """Call an exchange's route when its turn has come."""
-        self._receiving = False
+        self._end_message()
         if self._skips_message():
             return
+        if self._active is None and not self.pipeline:
+            # It was answered before its body was there.
+            self._wait_for_request()
+        else:
+            self._read_deadline.clear()
         cycle: Any = self.cycle
         if isinstance(cycle, HttpExchange):
             if not cycle.response_complete:
@@ -291,6 +354,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """Start the next request of the connection, of either kind."""
         self.server_state.total_requests += 1
         self._active = None
+        if self.transport.is_closing():
+            self._watch_client()
         self._start_next()
 
     def _start_next(self) -> None:
@@ -312,7 +377,8 @@ class DirectHttpProtocol(HttpToolsProtocol):
             self._starting = False
 
     def _begin(self, cycle: Any) -> None:
-        self._unset_keepalive_if_required()
+        if not self._receiving:
+            self._read_deadline.clear()
         self._active = cycle
         if isinstance(cycle, HttpExchange):
             cycle.start()
@@ -331,13 +397,11 @@ class DirectHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _wait_for_request(self) -> None:
-        grace = self.server_state.drain_grace
-        self._unset_keepalive_if_required()
-        if grace is not None and self._receiving:
+        if self._receiving or self._ended:
             return
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive if grace is None else grace, self.timeout_keep_alive_handler
-        )
+        grace = self.server_state.drain_grace
+        self._last_look = False
+        self._read_deadline.set(self.timeout_keep_alive if grace is None else grace)
 
     # Drain.
 
@@ -345,8 +409,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         """Begin to drain: the connection's next answer, if it has not begun yet, is its last."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            if not self._ended:
-                self._wait_for_request()
+            self._wait_for_request()
         elif not cycle.response_started:
             cycle.keep_alive = False
 
@@ -358,7 +421,7 @@ class DirectHttpProtocol(HttpToolsProtocol):
         active = self._active
         self.pipeline.clear()
         if active is None:
-            self.transport.close()
+            self._close_idle()
             return False
         active.keep_alive = False
         if isinstance(active, HttpExchange):

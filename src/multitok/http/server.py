@@ -22,6 +22,7 @@ from multitok.http.openai.completions import CompletionRoute
 from multitok.http.openai.embeddings import EmbeddingRoute
 from multitok.http.protocol import DirectHttpProtocol
 from multitok.http.state import DirectServerState
+from multitok.http.tls import connection_options
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +76,16 @@ class HttpServer:
         self._all_closed = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to serve."""
+        """Begin to serve.
+
+        Raises
+        ------
+        OptionError
+            Keys or certificate can't be read.
+        """
         args = self._args
         routes = hot_routes(self._manager, args.max_prompts)
-        state = DirectServerState(
-            {path.encode(): route for path, route in routes.items()}, args.max_body_bytes, self._on_closed
-        )
+        state = DirectServerState(args, {path.encode(): route for path, route in routes.items()}, self._on_closed)
         config = Config(
             make_app(self._manager, routes, args.max_prompts, lambda: state.drain_grace is not None),
             http=DirectHttpProtocol,
@@ -96,16 +101,24 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._state = state
         self._tick()
-        self._acceptor = Acceptor(self._socket, self._slot, lambda: DirectHttpProtocol(config, state, {}, loop))
+        self._acceptor = Acceptor(
+            self._socket,
+            self._slot,
+            lambda: DirectHttpProtocol(config, state, {}, loop),
+            connection_options(args),
+        )
         self._acceptor.start()
 
-    async def drain(self, timeout: float) -> tuple[int, int]:
+    async def drain(self, timeout: float, rolling: bool = False) -> tuple[int, int]:
         """Stop accepting, let running requests finish, tell the rest, close every connection.
 
         Parameters
         ----------
         timeout : float
             Seconds that running requests get.
+        rolling : bool
+            Others go on serving. An idle connection stays open until its next request, which is answered with
+            ``Connection: close``, or until its time is up: a client whose request meets a closing socket has lost it.
 
         Returns
         -------
@@ -119,7 +132,7 @@ class HttpServer:
         acceptor.stop()
         self._socket.close()
         answered_before = state.total_requests
-        state.drain_grace = min(DRAIN_GRACE, timeout)
+        state.drain_grace = min(self._args.keep_alive_timeout if rolling else DRAIN_GRACE, timeout)
         for connection in list(state.connections):
             connection.shutdown()
         in_time = await self._wait_closed(timeout)
@@ -128,6 +141,7 @@ class HttpServer:
         if not in_time and not await self._wait_closed(FLUSH_SECONDS):
             for connection in list(state.connections):
                 connection.transport.abort()
+            acceptor.abort_opening()
             await self._wait_closed(FLUSH_SECONDS)
         if self._tick_handle is not None:
             self._tick_handle.cancel()
@@ -155,7 +169,7 @@ class HttpServer:
 
     def _on_closed(self, connection: DirectHttpProtocol) -> None:
         assert self._acceptor is not None
-        self._acceptor.connection_closed()
+        self._acceptor.connection_closed(connection)
         if self._acceptor.connections == 0:
             self._all_closed.set()
 
