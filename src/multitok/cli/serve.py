@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import logging
 from pathlib import Path
 
 import msgspec
 
 from multitok.cli.options import add_server_options, server_args_of
-from multitok.config import ServerArgs
+from multitok.config import OptionError, ServerArgs
+from multitok.http.auth import ApiKeys
+from multitok.http.tls import load_tls
 from multitok.launcher.launcher import Launcher
 from multitok.observability.logging import configure_logger
 from multitok.tokenizer.errors import ModelError
@@ -40,10 +43,15 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(_in_options(str(error)))
     configure_logger(server_args.log_level, "launcher")
     try:
+        # The workers read them too, each when it starts; here a mistake is seen before anything is started.
+        keys = ApiKeys.load(server_args)
+        load_tls(server_args)
         files = _resolve(server_args)
-    except ModelError as error:
+    except (ModelError, OptionError) as error:
         _log.error("%s", error)
         return 2
+    if keys is None and not _is_loopback(server_args.host):
+        _log.warning("everybody who reaches %s can use the server: there is no --api-key", server_args.host)
     return Launcher(server_args, files).run()
 
 
@@ -51,6 +59,13 @@ def _in_options(problem: str) -> str:
     """Say what msgspec says of a field (``Expected `int` <= 65535 - at `$.port```) of its option."""
     what, _, where = problem.replace("`", "").partition(" - at $.")
     return f"--{where.replace('_', '-')}: {what[:1].lower()}{what[1:]}" if where else problem
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _resolve(server_args: ServerArgs) -> ModelFiles:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import setproctitle
 
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import OptionError, PortArgs, ServerArgs
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.launcher.child_process import part_name
 from multitok.launcher.load_board import LoadBoard
@@ -100,7 +100,7 @@ def guarded(run: Callable[[], None], port_args: PortArgs, runtime_dir: RuntimeDi
         _log.warning("the launcher is gone")
         runtime_dir.leave(_OTHERS_EXIT_S)
         return 1
-    except ModelError as error:
+    except (ModelError, OptionError) as error:
         _log.debug("failed", exc_info=True)
         return _report(port_args, str(error), USAGE_STATUS)
     except Exception as error:
