@@ -54,13 +54,15 @@ def test_an_allowed_origin(route, allowed: str) -> None:
 
 @pytest.mark.parametrize("route", CLIENT, ids=lambda route: route[1])
 def test_another_origin(route) -> None:
-    with running(DoubleManager(auto="abc"), cors_origin=["https://other.example"]) as server:
-        with server.connect() as connection:
-            answer = call(connection, route, ORIGIN)
-            assert (answer.status, answer.headers.get(ALLOW)) == (200, None)
-            connection.send(head("OPTIONS", route[1], ORIGIN + ASKS))
-            answer = connection.read()
-            assert (answer.status, answer.headers.get(ALLOW)) == (405, None)
+    with (
+        running(DoubleManager(auto="abc"), cors_origin=["https://other.example"]) as server,
+        server.connect() as connection,
+    ):
+        answer = call(connection, route, ORIGIN)
+        assert (answer.status, answer.headers.get(ALLOW)) == (200, None)
+        connection.send(head("OPTIONS", route[1], ORIGIN + ASKS))
+        answer = connection.read()
+        assert (answer.status, answer.headers.get(ALLOW)) == (405, None)
 
 
 def test_a_stream_for_a_page() -> None:
@@ -72,10 +74,12 @@ def test_a_stream_for_a_page() -> None:
 
 
 def test_options_without_a_question_is_no_preflight() -> None:
-    with running(DoubleManager(auto="abc"), cors_origin=["*"], api_key=["sk-one"]) as server:
-        with server.connect() as connection:
-            connection.send(head("OPTIONS", "/v1/models", ORIGIN))
-            assert connection.read().status == 401
+    with (
+        running(DoubleManager(auto="abc"), cors_origin=["*"], api_key=["sk-one"]) as server,
+        server.connect() as connection,
+    ):
+        connection.send(head("OPTIONS", "/v1/models", ORIGIN))
+        assert connection.read().status == 401
 
 
 def test_a_failing_route_tells_a_page(caplog: pytest.LogCaptureFixture) -> None:

@@ -219,21 +219,24 @@ def test_a_large_body_has_time_for_each_megabyte(path: str) -> None:
 
 
 def test_a_stream_may_take_longer_than_a_request_may_take_to_arrive() -> None:
-    with running(DoubleManager(), receive_timeout=0.1) as server:
-        with server.connect() as connection, server.connect() as stalled:
-            connection.post(*HOT[0][1:2], chat(stream=True))
-            submission = server.manager.next_submission()
-            server.call(submission.step, "a")
-            stalled.send(b"GET")
-            assert stalled.read().status == 408
-            # Another request has begun behind the stream, and does not come on: the stream ends first.
-            connection.send(b"GET /hea")
-            with server.connect() as another:
-                another.send(b"GET")
-                assert another.read().status == 408
-            server.call(submission.finish, "b")
-            assert connection.read().events()[-1] == b"[DONE]"
-            assert connection.at_end()
+    with (
+        running(DoubleManager(), receive_timeout=0.1) as server,
+        server.connect() as connection,
+        server.connect() as stalled,
+    ):
+        connection.post(*HOT[0][1:2], chat(stream=True))
+        submission = server.manager.next_submission()
+        server.call(submission.step, "a")
+        stalled.send(b"GET")
+        assert stalled.read().status == 408
+        # Another request has begun behind the stream, and does not come on: the stream ends first.
+        connection.send(b"GET /hea")
+        with server.connect() as another:
+            another.send(b"GET")
+            assert another.read().status == 408
+        server.call(submission.finish, "b")
+        assert connection.read().events()[-1] == b"[DONE]"
+        assert connection.at_end()
 
 
 def test_input_that_waits_for_its_turn_is_not_late() -> None:

@@ -97,19 +97,21 @@ def test_a_last_answer_that_is_not_read(impatient: RunningServer, path: str, ver
 
 
 def test_an_idle_connection_whose_last_answer_was_not_read() -> None:
-    with running(DoubleManager(), keep_alive_timeout=1, slow_client_timeout=0.2) as server:
-        with connect(server) as connection:
+    with (
+        running(DoubleManager(), keep_alive_timeout=1, slow_client_timeout=0.2) as server,
+        connect(server) as connection,
+    ):
+        connection.post(CHAT, chat())
+        submission = server.manager.next_submission()
+        protocol = submission.sink._exchange.protocol
+        server.call(submission.finish, "x")
+        # Too little to pause the connection for, more than its buffers take.
+        size = 1000
+        while not server.call(protocol.transport.get_write_buffer_size):
+            size += 1000
             connection.post(CHAT, chat())
-            submission = server.manager.next_submission()
-            protocol = submission.sink._exchange.protocol
-            server.call(submission.finish, "x")
-            # Too little to pause the connection for, more than its buffers take.
-            size = 1000
-            while not server.call(protocol.transport.get_write_buffer_size):
-                size += 1000
-                connection.post(CHAT, chat())
-                server.call(server.manager.next_submission().finish, "x" * size)
-            eventually(lambda: server.slot.published[-1] == 0)
+            server.call(server.manager.next_submission().finish, "x" * size)
+        eventually(lambda: server.slot.published[-1] == 0)
 
 
 def test_a_client_that_reads_slowly_is_kept() -> None:

@@ -103,23 +103,27 @@ def test_who_does_not_speak_tls(
 
 
 def test_a_drain_does_not_wait_for_handshakes(certificates: Certificates) -> None:
-    with running(DoubleManager(), **certificates.options) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as scanner:
-            eventually(lambda: server.slot.published[-1] == 1)
-            began = time.monotonic()
-            assert begin(server, 0.05).result(WAIT) == (0, 0)
-            assert time.monotonic() - began < WAIT
-            with contextlib.suppress(ConnectionResetError):
-                assert scanner.recv(1) == b""
+    with (
+        running(DoubleManager(), **certificates.options) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=WAIT) as scanner,
+    ):
+        eventually(lambda: server.slot.published[-1] == 1)
+        began = time.monotonic()
+        assert begin(server, 0.05).result(WAIT) == (0, 0)
+        assert time.monotonic() - began < WAIT
+        with contextlib.suppress(ConnectionResetError):
+            assert scanner.recv(1) == b""
 
 
 def test_a_client_that_does_not_say_goodbye_does_not_hold_up_a_drain(certificates: Certificates) -> None:
-    with running(DoubleManager(auto="abc"), **certificates.options) as server:
-        with connect(server, certificates) as connection:
-            assert call(connection, HOT[0]).status == 200
-            began = time.monotonic()
-            assert begin(server, 10 * WAIT).result(WAIT) == (0, 0)
-            assert time.monotonic() - began < WAIT
+    with (
+        running(DoubleManager(auto="abc"), **certificates.options) as server,
+        connect(server, certificates) as connection,
+    ):
+        assert call(connection, HOT[0]).status == 200
+        began = time.monotonic()
+        assert begin(server, 10 * WAIT).result(WAIT) == (0, 0)
+        assert time.monotonic() - began < WAIT
 
 
 def test_a_refusal_arrives_before_the_end_of_the_connection(server: RunningServer, certificates: Certificates) -> None:
