@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 import uvloop
-from http_double import WAIT, DoubleManager, chat, request, running
+from http_double import WAIT, Connection, DoubleManager, chat, request, running
 
 from multitok.http import accept
 from multitok.http.accept import Acceptor
@@ -302,55 +303,54 @@ def test_every_kind_of_end_is_counted_once() -> None:
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Descriptors are numbered from the lowest free one, so the limit is a distance from those in use.
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 120, limits[1]))
+    # New descriptors have the lowest free numbers.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+FLOOD = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+clients = [socket.socket() for _ in range(200)]
+for client in clients:
+    client.setblocking(False)
+    client.connect_ex(("127.0.0.1", int(sys.argv[1])))
+sys.stdin.read()
+"""
 
 
 def test_a_flood_of_connections_loses_no_request_in_progress(
     few_descriptors: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accept, "EXHAUSTED_PAUSE", 0.05)
+
+    def serves(connection: Connection, text: str) -> None:
+        connection.send(CHAT)
+        server.call(server.manager.next_submission().finish, text)
+        assert text.encode() in connection.read().body
+
     with running(DoubleManager(), keep_alive_timeout=2) as server:
-        # The flood comes from another process, whose descriptors are its own.
         with server.connect() as connection:
             connection.send(CHAT)
             submission = server.manager.next_submission()
             server.call(submission.step, "a")
-            ready, go = os.pipe()
-            flood = os.fork()
-            if flood == 0:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-                clients = []
-                for _ in range(200):
-                    client = socket.socket()
-                    client.setblocking(False)
-                    with contextlib.suppress(BlockingIOError):
-                        client.connect(("127.0.0.1", server.port))
-                    clients.append(client)
-                os.read(ready, 1)
-                os._exit(0)
-            deadline = time.monotonic() + WAIT
-            while "accepting pauses" not in caplog.text:
-                assert time.monotonic() < deadline
-            # Others in the process still have some.
-            os.close(os.dup(ready))
-            server.call(submission.step, "b")
-            server.call(submission.finish, "c")
-            assert connection.read().events()[-1] == b"[DONE]"
-            connection.send(CHAT)
-            server.call(server.manager.next_submission().finish, "d")
-            assert connection.read().status == 200
-            os.write(go, b"x")
-            os.waitpid(flood, 0)
-            os.close(ready)
-            os.close(go)
+            # Another process, whose descriptors are its own.
+            with subprocess.Popen([sys.executable, "-c", FLOOD, str(server.port)], stdin=subprocess.PIPE) as flood:
+                try:
+                    deadline = time.monotonic() + WAIT
+                    while "accepting pauses" not in caplog.text:
+                        assert time.monotonic() < deadline
+                    # Others in the process still have some.
+                    os.close(os.dup(0))
+                    server.call(submission.step, "b")
+                    server.call(submission.finish, "c")
+                    assert connection.read().events()[-1] == b"[DONE]"
+                    serves(connection, "in the flood")
+                finally:
+                    flood.communicate(timeout=WAIT)
         with server.connect() as connection:
-            connection.send(CHAT)
-            server.call(server.manager.next_submission().finish, "e")
-            assert connection.read().status == 200
+            serves(connection, "after it")
         deadline = time.monotonic() + WAIT
         while server.slot.published[-1]:
             assert time.monotonic() < deadline

@@ -97,7 +97,7 @@ def test_a_head_that_is_too_large(server: RunningServer, start: str, head_: str,
 def test_a_head_that_never_ends_costs_nothing(server: RunningServer) -> None:
     with server.connect() as connection:
         connection.send(b"GET / HTTP/1.1\r\nX: ")
-        send_until_refused(connection, b"a" * 1000, 1 << 30)
+        send_until_refused(connection, b"a" * 10_000, 1 << 26)
         with contextlib.suppress(ConnectionError):
             assert error(connection.read())[0] == 431
 
@@ -264,10 +264,10 @@ def test_a_half_sent_body_does_not_hold_up_a_drain(path: str) -> None:
         connection.send(head("POST", path, "", 100) + b"{")
         protocol = the_protocol(server)
         eventually(lambda: protocol._body_size == 1)
-        began = time.monotonic()
-        begin(server, 10 * WAIT).result(WAIT)
-        assert time.monotonic() - began < WAIT
+        drained = begin(server, 10 * WAIT)
         assert connection.read().status == 408
+        connection.close()
+        drained.result(WAIT)
 
 
 # Frames.
@@ -281,7 +281,7 @@ def chunked(path: str, chunks: bytes) -> bytes:
 def test_a_byte_per_chunk(server: RunningServer, route: Any) -> None:
     body = msgspec.json.encode(route[2]) + b" " * 5000
     with server.connect() as connection:
-        chunks = b"".join(b"1;\r\n%c\r\n" % byte for byte in body)
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
         connection.send(chunked(route[1], chunks + b"0\r\nX-Trailer: a\r\nAuthorization: b\r\n\r\n"))
         assert connection.read().status == 200
         assert call(connection, route).status == 200
@@ -360,8 +360,8 @@ def test_chunks_that_are_none(server: RunningServer, route: Any, chunks: bytes) 
 @pytest.mark.parametrize(
     "start",
     ["get / HTTP/1.1", " GET / HTTP/1.1", "GET / HTTP/1.2", "GET / HTTP/9.9", "GET /a b HTTP/1.1", "GET  HTTP/1.1",
-     "PRI * HTTP/2.0", "CONNECT a:1 HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\nHost: x", "BREW / HTTP/1.1",
-     "GET http:///// HTTP/1.1"],
+     "PRI * HTTP/2.0\r\n\r\nSM", "CONNECT a:1 HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\nHost: x", "BREW / HTTP/1.1",
+     "GET http:///// HTTP/1.1", "GET http://[ HTTP/1.1", "OPTIONS * HTTP/1.1"],
 )  # fmt: skip
 def test_request_lines_that_are_none(server: RunningServer, start: str) -> None:
     with server.connect() as connection:
