@@ -17,7 +17,7 @@ import pytest
 import uvloop
 from http_double import WAIT, Connection, DoubleManager, chat, request, running
 
-from multitok.http import accept
+from multitok.http import accept, protocol
 from multitok.http.accept import Acceptor
 
 
@@ -279,7 +279,8 @@ ENDS = [
 ]
 
 
-def test_every_kind_of_end_is_counted_once() -> None:
+def test_every_kind_of_end_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
     args = {"receive_timeout": 0.3, "keep_alive_timeout": 1, "slow_client_timeout": 0.3}
     with running(DoubleManager(), **args) as server:
         clients = []

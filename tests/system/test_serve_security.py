@@ -46,9 +46,6 @@ def test_keys_and_tls_in_each_of_four_workers(certificates: Certificates, tmp_pa
     ) as server:
         for worker in range(1, 5):
             with server.connection_to(worker) as client:
-                own = server.openai_over(client).with_options(api_key="sk-from-file")
-                stream = own.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60, stream=True)
-                assert "".join(chunk.choices[0].text for chunk in stream) == echo_text(PROMPT, 60)
                 for method, path, body in (
                     ("POST", "/v1/chat/completions", {"messages": []}),
                     ("POST", "/tokenize", {"prompt": "a"}),
@@ -62,7 +59,10 @@ def test_keys_and_tls_in_each_of_four_workers(certificates: Certificates, tmp_pa
                 assert client.get("/health", headers={"authorization": ""}).status_code == 200
                 assert client.get("/server_info", headers={"authorization": "Bearer sk-client"}).status_code == 403
                 assert client.get("/server_info").json()["worker"]["address"] == f"w{worker}.1"
-                assert "sk-" not in client.get("/server_info").text.replace("sk-ex", "")
+                assert "sk-" not in client.get("/server_info").text
+                own = server.openai_over(client).with_options(api_key="sk-from-file")
+                stream = own.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60, stream=True)
+                assert "".join(chunk.choices[0].text for chunk in stream) == echo_text(PROMPT, 60)
         # Scanners are nobody's business.
         with socket.create_connection(("127.0.0.1", server.port), timeout=STOP_S) as scanner:
             scanner.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -71,7 +71,7 @@ def test_keys_and_tls_in_each_of_four_workers(certificates: Certificates, tmp_pa
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.base_url}/health", verify=ssl.create_default_context())
     assert "sk-" not in server.log
-    assert "WARNING" not in server.log
+    assert "everybody who reaches" not in server.log
 
 
 @pytest.mark.parametrize("what", ["no certificate", "another's key", "no keys", "no file"])
