@@ -171,6 +171,16 @@ def test_an_idle_connection_is_not_kept_longer_than_it_would_be_otherwise() -> N
         assert connection.at_end()
 
 
+def test_all_workers_may_have_to_go_meanwhile() -> None:
+    with running(DoubleManager(auto="abc")) as server, server.connect() as connection:
+        connection.post(CHAT, chat())
+        assert connection.read().status == 200
+        drained = begin_rolling(server, 10 * WAIT)
+        server.call(server.server.leave_idle_connections)
+        assert drained.result(WAIT) == (0, 0)
+        assert connection.at_end()
+
+
 def test_nor_longer_than_the_drain_may_take() -> None:
     with running(DoubleManager(auto="abc")) as server, server.connect() as connection:
         connection.post(CHAT, chat())
