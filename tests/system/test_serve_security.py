@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import ssl
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 from reference import MODEL, echo_text
-from server import DEATH_S, SIMULATED, STOP_S, Server, engine_args, port_is_free, workers
+from server import DEATH_S, SIMULATED, START_S, STOP_S, Server, engine_args, eventually, port_is_free, workers
 
 sys.path.append(str(Path(__file__).parents[1] / "http"))
 from certificates import Certificates
@@ -93,6 +94,37 @@ def test_what_can_not_be_used_ends_the_start(certificates: Certificates, tmp_pat
         assert server.wait(DEATH_S) == 2
         server.wait_for_line(words)
         assert "Traceback" not in server.log
+
+
+def test_a_rolling_restart_brings_new_certificates_and_keys(certificates: Certificates, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-old\n")
+    options = [*_FAST, *workers(2), "--api-key-file", str(keys), *_with_tls(certificates)]
+    with Server(*options, api_key="sk-old", authority=certificates.authority_file) as server:
+
+        def shown() -> bytes:
+            with (
+                socket.create_connection(("127.0.0.1", server.port), timeout=STOP_S) as sock,
+                certificates.client_context().wrap_socket(sock, server_hostname="localhost") as wrapped,
+            ):
+                certificate = wrapped.getpeercert(binary_form=True)
+                assert certificate is not None
+                return certificate
+
+        def answers(key: str) -> set[int]:
+            found = set()
+            for _ in range(10):
+                url, headers = f"{server.base_url}/v1/models", {"authorization": f"Bearer {key}"}
+                found.add(httpx.get(url, headers=headers, verify=server.tls, trust_env=False).status_code)
+            return found
+
+        old = shown()
+        assert (answers("sk-old"), answers("sk-new")) == ({200}, {401})
+        certificates.renew()
+        keys.write_text("sk-new\n")
+        server.send_signal(signal.SIGHUP)
+        eventually(lambda: answers("sk-new") == {200} and answers("sk-old") == {401}, START_S, "new keys everywhere")
+        assert all(shown() != old for _ in range(10))
 
 
 def test_an_open_server_is_warned_about() -> None:
