@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import resource
 import socket
+import struct
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 import uvloop
-from http_double import WAIT
+from http_double import WAIT, Connection, DoubleManager, chat, request, running
 
-from multitok.http import accept
+from multitok.http import accept, protocol
 from multitok.http.accept import Acceptor
 
 
@@ -226,3 +232,126 @@ def test_stop_leaves_waiting_connections_to_others(listener: socket.socket) -> N
         await hang_up([writer])
 
     uvloop.run(main())
+
+
+def test_the_kernel_keeps_little_for_a_client_that_does_not_read() -> None:
+    with running(DoubleManager()) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        sock.sendall(request("/v1/chat/completions", chat(stream=True)))
+        submission = server.manager.next_submission()
+        sent = 0
+        while not submission.sink._exchange.flow.write_paused:
+            server.call(submission.step, "x" * 10_000)
+            sent += 10_000
+        assert sent < 512 * 1024
+
+
+def abort(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_close(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+CHAT = request("/v1/chat/completions", chat(stream=True))
+ENDS = [
+    (b"", socket.socket.close),
+    (b"", abort),
+    (b"", half_close),
+    (b"GET / HT", socket.socket.close),
+    (b"GET / HT", abort),
+    (b"GET / HT", half_close),
+    (b"GET / HT", lambda _: None),
+    (CHAT[:-5], abort),
+    (CHAT[:-5], lambda _: None),
+    (CHAT, socket.socket.close),
+    (CHAT, abort),
+    (CHAT, half_close),
+    (CHAT * 3, abort),
+    (b"\0\0\r\n", lambda _: None),
+    (b"\0\0\r\n", abort),
+    (b"GET /v1/models HTTP/1.1\r\n\r\n", abort),
+    (b"GET /v1/models HTTP/1.1\r\n\r\n", half_close),
+    (b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n", lambda _: None),
+]
+
+
+def test_every_kind_of_end_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", 0.3)
+    args = {"receive_timeout": 0.3, "keep_alive_timeout": 1, "slow_client_timeout": 0.3}
+    with running(DoubleManager(), **args) as server:
+        clients = []
+        for data, end in ENDS * 5:
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT)
+            client.sendall(data)
+            end(client)
+            clients.append(client)
+        deadline = time.monotonic() + WAIT
+        while server.slot.published[-1]:
+            assert time.monotonic() < deadline
+            while not server.manager.submissions.empty():
+                server.call(server.manager.submissions.get().finish, "x")
+        assert min(server.slot.published) == 0
+        assert not server.server._acceptor._open
+        assert not server.server._state.connections
+        for client in clients:
+            client.close()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # New descriptors have the lowest free numbers.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+FLOOD = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+clients = [socket.socket() for _ in range(200)]
+for client in clients:
+    client.setblocking(False)
+    client.connect_ex(("127.0.0.1", int(sys.argv[1])))
+sys.stdin.read()
+"""
+
+
+def test_a_flood_of_connections_loses_no_request_in_progress(
+    few_descriptors: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(accept, "EXHAUSTED_PAUSE", 0.05)
+
+    def serves(connection: Connection, text: str) -> None:
+        connection.send(CHAT)
+        server.call(server.manager.next_submission().finish, text)
+        assert text.encode() in connection.read().body
+
+    with running(DoubleManager(), keep_alive_timeout=2) as server:
+        with server.connect() as connection:
+            connection.send(CHAT)
+            submission = server.manager.next_submission()
+            server.call(submission.step, "a")
+            # Another process, whose descriptors are its own.
+            with subprocess.Popen([sys.executable, "-c", FLOOD, str(server.port)], stdin=subprocess.PIPE) as flood:
+                try:
+                    deadline = time.monotonic() + WAIT
+                    while "accepting pauses" not in caplog.text:
+                        assert time.monotonic() < deadline
+                    # Others in the process still have some.
+                    os.close(os.dup(0))
+                    server.call(submission.step, "b")
+                    server.call(submission.finish, "c")
+                    assert connection.read().events()[-1] == b"[DONE]"
+                    serves(connection, "in the flood")
+                finally:
+                    flood.communicate(timeout=WAIT)
+        with server.connect() as connection:
+            serves(connection, "after it")
+        deadline = time.monotonic() + WAIT
+        while server.slot.published[-1]:
+            assert time.monotonic() < deadline

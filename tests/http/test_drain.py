@@ -135,3 +135,71 @@ def test_a_client_that_does_not_read_does_not_hold_up_a_drain() -> None:
             server.call(submission.step, "x" * 10_000)
         assert begin(server, 0.05).result(WAIT) == (0, 1)
         assert submission.aborted.is_set()
+
+
+# In a rolling restart others go on serving.
+
+
+def begin_rolling(server: RunningServer, timeout: float):
+    future = asyncio.run_coroutine_threadsafe(server.server.drain(timeout, rolling=True), server.loop)
+    server.call(lambda: None)
+    return future
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_an_idle_connection_is_kept_for_its_next_request(path: str) -> None:
+    with running(DoubleManager(auto="abc")) as server, server.connect() as connection, server.connect() as new:
+        connection.post(path, chat() | {"prompt": "a"})
+        assert connection.read().status == 200
+        drained = begin_rolling(server, WAIT)
+        (deadline, another) = [c._read_deadline for c in server.server._state.connections]
+        now = server.call(server.loop.time)
+        assert min(deadline._due, another._due) - now > WAIT - 5
+        for waiting in (connection, new):
+            waiting.post(path, chat() | {"prompt": "a"})
+            answer = waiting.read()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert waiting.at_end()
+        assert drained.result(WAIT) == (2, 0)
+
+
+def test_an_idle_connection_is_not_kept_longer_than_it_would_be_otherwise() -> None:
+    with running(DoubleManager(auto="abc"), keep_alive_timeout=1) as server, server.connect() as connection:
+        connection.post(CHAT, chat())
+        assert connection.read().status == 200
+        assert begin_rolling(server, WAIT).result(WAIT) == (0, 0)
+        assert connection.at_end()
+
+
+def test_all_workers_may_have_to_go_meanwhile() -> None:
+    with running(DoubleManager(auto="abc")) as server, server.connect() as connection:
+        connection.post(CHAT, chat())
+        assert connection.read().status == 200
+        drained = begin_rolling(server, 10 * WAIT)
+        server.call(server.server.leave_idle_connections)
+        assert drained.result(WAIT) == (0, 0)
+        assert connection.at_end()
+
+
+def test_nor_longer_than_the_drain_may_take() -> None:
+    with running(DoubleManager(auto="abc")) as server, server.connect() as connection:
+        connection.post(CHAT, chat())
+        assert connection.read().status == 200
+        assert begin_rolling(server, 0.1).result(WAIT) == (0, 0)
+        assert connection.at_end()
+
+
+def test_a_request_that_has_arrived_when_its_connection_is_to_be_closed_is_answered() -> None:
+    """The loop was busy: the timer is looked at before the sockets are."""
+    with running(DoubleManager(auto="abc"), keep_alive_timeout=1) as server, server.connect() as connection:
+        connection.post(CHAT, chat())
+        assert connection.read().status == 200
+        (protocol,) = server.server._state.connections
+
+        def be_busy() -> None:
+            connection.post(CHAT, chat())
+            protocol._read_deadline._due = 0
+            protocol._read_deadline._look()
+
+        server.call(be_busy)
+        assert connection.read().status == 200

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ LOAD_S = 150.0
 STOP_S = 30.0
 _POLL_S = 0.01
 _SHM = Path("/dev/shm")
-_READY = re.compile(r"is ready after .*: http://127\.0\.0\.1:(\d+),")
+_READY = re.compile(r"is ready after .*: (https?)://127\.0\.0\.1:(\d+),")
 
 SIMULATED = ("--engine", "simulated")
 # PYTHONPATH: a test run of another checkout than the installed one.
@@ -73,14 +74,28 @@ class Server:
         Whether error lines in the log are part of the test.
     start_timeout : float
         Seconds until ready.
+    api_key : str
+        What its clients show.
+    authority : str or None
+        File with the authority of its certificate.
     """
 
-    def __init__(self, *options: str, wait: bool = True, errors: bool = False, start_timeout: float = START_S) -> None:
+    def __init__(
+        self,
+        *options: str,
+        wait: bool = True,
+        errors: bool = False,
+        start_timeout: float = START_S,
+        api_key: str = "none",
+        authority: str | None = None,
+    ) -> None:
         port = () if "--port" in options else ("--port", "0")
         self._command = [str(Path(sys.executable).with_name("multitok")), "serve", *port, *options]
         self._wait = wait
         self._errors = errors
         self._start_timeout = start_timeout
+        self._api_key = api_key
+        self.tls = True if authority is None else ssl.create_default_context(cafile=authority)
         self._news = threading.Condition()
         self._log: list[str] = []
         self._ended = self._waited_for = False
@@ -173,11 +188,18 @@ class Server:
     # Life
 
     def wait_until_ready(self) -> None:
-        self.port = int(self.wait_for_line(_READY, self._start_timeout)[1])
-        self.base_url = f"http://127.0.0.1:{self.port}"
+        ready = self.wait_for_line(_READY, self._start_timeout)
+        self.port = int(ready[2])
+        self.base_url = f"{ready[1]}://127.0.0.1:{self.port}"
         self.http = self.connection()
         self.openai = self._connections.enter_context(
-            openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, timeout=STOP_S)
+            openai.OpenAI(
+                base_url=f"{self.base_url}/v1",
+                api_key=self._api_key,
+                max_retries=0,
+                timeout=STOP_S,
+                http_client=openai.DefaultHttpxClient(verify=self.tls),
+            )
         )
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -239,9 +261,16 @@ class Server:
 
     def connection(self) -> httpx.Client:
         """Open a client of one kept-alive connection; closed with the server."""
-        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        return self._connections.enter_context(
-            httpx.Client(base_url=self.base_url, limits=limits, timeout=STOP_S, trust_env=False)
+        return self._connections.enter_context(self._client())
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.base_url,
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
+            timeout=STOP_S,
+            trust_env=False,
+            verify=self.tls,
+            headers={"authorization": f"Bearer {self._api_key}"},
         )
 
     @contextlib.contextmanager
@@ -249,21 +278,14 @@ class Server:
         """Connect to one of the HTTP workers."""
         with contextlib.ExitStack() as others:
             for _ in range(100):
-                client = others.enter_context(
-                    httpx.Client(
-                        base_url=self.base_url,
-                        limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
-                        timeout=STOP_S,
-                        trust_env=False,
-                    )
-                )
+                client = others.enter_context(self._client())
                 if client.get("/server_info").json()["worker"]["address"] == f"w{worker}.{life}":
                     yield client
                     return
         raise AssertionError(f"no connection got to worker {worker}")
 
     def openai_over(self, client: httpx.Client) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0, http_client=client)
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key=self._api_key, max_retries=0, http_client=client)
 
     def begin(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
         """Send a request without waiting for the answer."""

@@ -62,6 +62,8 @@ class Acceptor:
         Own place on the load board.
     protocol_factory : callable
         Makes a connection's protocol, which must end in a call of `connection_closed`.
+    on_empty : callable
+        Called when the last connection has ended.
     options : dict
         For ``connect_accepted_socket``: TLS and its time-outs.
     """
@@ -71,11 +73,13 @@ class Acceptor:
         listen_socket: socket.socket,
         slot: LoadSlot,
         protocol_factory: Callable[[], asyncio.Protocol],
+        on_empty: Callable[[], None] = lambda: None,
         options: dict[str, Any] | None = None,
     ) -> None:
         self._socket = listen_socket
         self._slot = slot
         self._protocol_factory = protocol_factory
+        self._on_empty = on_empty
         self._options = options or {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +117,8 @@ class Acceptor:
         """Count a connection's end."""
         self._open.discard(protocol)
         self._slot.set_connections(len(self._open))
+        if not self._open:
+            self._on_empty()
 
     def abort_opening(self) -> None:
         """Give up on connections that have not got as far as a request."""

@@ -227,8 +227,8 @@ class DirectHttpProtocol(ParsingProtocol):
         parser, state = self.parser, self.server_state
         if parser.should_upgrade() or self.transport.is_closing() or self._discarding:
             return
-        self._begin_body()
         url = self.url if self.url.startswith(b"/") else httptools.parse_url(self.url).path or b"/"
+        self._begin_body()
         path, method = url.partition(b"?")[0], parser.get_method()
         route = state.routes.get(path) if method == b"POST" else None
         cors: Headers = []
@@ -247,7 +247,7 @@ class DirectHttpProtocol(ParsingProtocol):
         busy = busy or unread
         direct = route is not None or refusal is not None
         if direct:
-            self.cycle = self._exchange(route, refusal, as_lines(cors))  # type: ignore[assignment]
+            self.cycle = self._exchange(route, refusal, as_lines(cors) if cors else b"")  # type: ignore[assignment]
             if busy:
                 self.pipeline.appendleft((self.cycle, self.app))
         else:
@@ -268,8 +268,8 @@ class DirectHttpProtocol(ParsingProtocol):
         try:
             super().on_headers_complete()
         except Exception:
-            # A path that can't be; there is no cycle for it.
-            self.cycle = previous
+            # A path that can't be: the head is what is broken, and there is no cycle for it.
+            self.cycle, self._in_head = previous, True
             raise
 
     def _has_header(self, name: bytes) -> bool:

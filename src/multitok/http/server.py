@@ -85,7 +85,8 @@ class HttpServer:
         """
         args = self._args
         routes = hot_routes(self._manager, args)
-        state = DirectServerState(args, {path.encode(): route for path, route in routes.items()}, self._on_closed)
+        hot = {path.encode(): route for path, route in routes.items()}
+        state = DirectServerState(args, hot, self._on_closed)
         config = Config(
             make_app(self._manager, routes, args, lambda: state.drain_grace is not None),
             http=DirectHttpProtocol,
@@ -99,15 +100,16 @@ class HttpServer:
         )
         config.load()
         loop = asyncio.get_running_loop()
-        self._state = state
-        self._tick()
-        self._acceptor = Acceptor(
+        acceptor = Acceptor(
             self._socket,
             self._slot,
             lambda: DirectHttpProtocol(config, state, {}, loop),
+            self._all_closed.set,
             connection_options(args),
         )
-        self._acceptor.start()
+        self._state, self._acceptor = state, acceptor
+        self._tick()
+        acceptor.start()
 
     async def drain(self, timeout: float, rolling: bool = False) -> tuple[int, int]:
         """Stop accepting, let running requests finish, tell the rest, close every connection.
@@ -177,8 +179,6 @@ class HttpServer:
     def _on_closed(self, connection: DirectHttpProtocol) -> None:
         assert self._acceptor is not None
         self._acceptor.connection_closed(connection)
-        if self._acceptor.connections == 0:
-            self._all_closed.set()
 
     def _tick(self) -> None:
         """Say that the loop goes round, and keep the Date header fresh, once per second as uvicorn's server does."""
