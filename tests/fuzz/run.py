@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import random
 import subprocess
 import sys
 import time
@@ -54,6 +55,10 @@ def _fuzz(name: str, seconds: int, corpus: Path) -> None:
         import targets
     folder = corpus / name
     folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        # From nothing it is a long way to inputs that are long enough for a draw.
+        for i in range(32):
+            (folder / f"seed{i}").write_bytes(random.Random(i).randbytes(_LONGEST))
     one_input = targets.TARGETS[name].hypothesis.fuzz_one_input  # type: ignore[attr-defined]
     options = [f"-max_total_time={seconds}", f"-max_len={_LONGEST}", "-len_control=0", "-rss_limit_mb=4096"]
     options += [f"-artifact_prefix={corpus}/{name}-", "-timeout=60", "-print_final_stats=1", "-verbosity=0"]

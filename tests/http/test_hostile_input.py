@@ -187,9 +187,24 @@ def test_limits_are_refused_by_name(
 
 def test_stop_strings_are_limited_together(generator: RunningServer) -> None:
     with generator.connect() as connection:
-        for count, status in ((16, 200), (17, 400)):
+        for count, status in ((4, 200), (5, 400)):
             connection.post(*completion(stop=["x" * 1024] * count))
             assert connection.read().status == status
+
+
+def test_many_choices_of_what_is_large_are_refused(generator: RunningServer) -> None:
+    with generator.connect() as connection:
+        for fields, param in (
+            ({"prompt": "x" * 20_000, "n": 2000}, "n"),
+            ({"prompt": [1] * 5_000, "n": 2000}, "n"),
+            ({"prompt": ["x"] * 1000, "response_format": schema(text="x" * 60_000)}, "prompt"),
+            ({"n": 2000, "logit_bias": {str(i): 1 for i in range(1024)}, "stop": ["x" * 1000] * 4}, None),
+        ):
+            connection.post(*completion(max_tokens=1, **({"prompt": "a"} | fields)))
+            answer = connection.read()
+            assert answer.status == (200 if param is None else 400)
+            if param is not None:
+                assert answer.json()["error"]["param"] == param
 
 
 def test_as_many_messages_as_the_context_has_tokens(generator: RunningServer) -> None:

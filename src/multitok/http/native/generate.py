@@ -22,7 +22,13 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
-from multitok.http.openai.bounds import MAX_GRAMMAR_CHARACTERS, check_grammar_text, check_logprobs, check_nested
+from multitok.http.openai.bounds import (
+    MAX_GRAMMAR_CHARACTERS,
+    check_copies,
+    check_grammar_text,
+    check_logprobs,
+    check_nested,
+)
 from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
 from multitok.http.openai.logprobs import finite
 from multitok.http.openai.prompts import read_prompts, unpack_ids
@@ -160,23 +166,26 @@ class GenerateRoute(BodyRoute):
             grammar=_grammar(sampling, info),
             context_length=manager.context_length,
         )
+        # What makes a request of many choices.
+        several = _PREFIX + "n" if n > 1 else "text" if body.text is not None else "input_ids"
         top = body.top_logprobs_num or 0
         if body.return_logprob:
             if body.logprob_start_len not in (None, -1):
                 raise invalid("logprob_start_len", "must be -1: log probabilities of a prompt are not computed")
             choices = n * len(prompts)
-            name = _PREFIX + "n" if n > 1 else "text" if body.text is not None else "input_ids"
-            check_logprobs(name, choices, top, limit, stream=bool(body.stream), max_choices=limits.max_prompts)
+            check_logprobs(several, choices, top, limit, stream=bool(body.stream), max_choices=limits.max_prompts)
             name = "top_logprobs_num" if top else "return_logprob"
             params = with_logprobs(params, top, info, name, "return_logprob")
         elif top:
             raise invalid("top_logprobs_num", "needs return_logprob to be true")
+        stop = read_stop(sampling.stop, limits.max_stop_strings, _PREFIX)
+        check_copies(several, prompts, n, params, stop)
         request = GenerateInput(
             prompts=prompts,
             sampling_params=params,
             max_new_tokens=limit,
             n=n,
-            stop=read_stop(sampling.stop, limits.max_stop_strings, _PREFIX),
+            stop=stop,
             skip_special_tokens=sampling.skip_special_tokens is not False,
             stream=bool(body.stream),
             request_id=request_id,

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from multitok.http.errors import invalid
+from multitok.messages.sampling import SamplingParams
 
 MAX_STOP_LENGTH = 1024
-MAX_STOP_CHARACTERS = 16 * 1024
+MAX_STOP_CHARACTERS = 4 * 1024
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
 MAX_NESTED = 64
 # An entry of a log probability takes up to 200 bytes in memory, and 50 in the answer.
 MAX_ANSWER_LOGPROBS = 2 * 1024 * 1024
+# Each choice is a request of its own inside, with its own copy of all; so much takes about 20 ms to write.
+MAX_COPIED = 32 * 1024 * 1024
+_BIAS_BYTES = 12
 
 
 def check_nested(param: str, root: Any, characters: int, depth: int = MAX_NESTED) -> None:
@@ -99,3 +104,35 @@ def check_logprobs(param: str, choices: int, top: int, tokens: int, *, stream: b
             f"{choices} choices of up to {tokens} tokens make {per_step * tokens} log probabilities in one answer;"
             f" at most {MAX_ANSWER_LOGPROBS} are allowed: set a smaller token limit, or stream",
         )
+
+
+def check_copies(param: str, prompts: Sequence[str | bytes], n: int, params: SamplingParams, stop: list[str]) -> None:
+    """Refuse many choices of what is large.
+
+    Parameters
+    ----------
+    param : str
+        Field for the error.
+    prompts : sequence of (str or bytes)
+        The prompts.
+    n : int
+        Choices of each.
+    params : SamplingParams
+        Of all choices.
+    stop : list of str
+        Stop strings of all choices.
+
+    Raises
+    ------
+    RequestError
+        400 that names the field.
+    """
+    choices = n * len(prompts)
+    if choices == 1:
+        return
+    each = sum(map(len, stop)) + _BIAS_BYTES * len(params.logit_bias or ())
+    if params.grammar is not None:
+        each += len(params.grammar.text)
+    size = (n - 1) * sum(map(len, prompts)) + (choices - 1) * each
+    if size > MAX_COPIED:
+        raise invalid(param, f"{choices} choices are too many for such long prompts, stop strings or grammars")

@@ -16,7 +16,7 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
-from multitok.http.openai.bounds import MAX_TEMPLATE_CHARACTERS, check_logprobs, check_nested
+from multitok.http.openai.bounds import MAX_TEMPLATE_CHARACTERS, check_copies, check_logprobs, check_nested
 from multitok.http.openai.common import (
     check_model,
     check_priority,
@@ -84,13 +84,16 @@ class ChatRoute(BodyRoute):
             params = with_logprobs(params, top, info, "top_logprobs" if top else "logprobs", "logprobs")
         elif top:
             raise invalid("top_logprobs", "needs logprobs to be true")
+        prompts: list[str | bytes] = [render_chat(body, manager, in_thread)]
+        stop = read_stop(body.stop, limits.max_stop_strings)
+        check_copies("n", prompts, n, params, stop)
         request = GenerateInput(
-            prompts=[render_chat(body, manager, in_thread)],
+            prompts=prompts,
             sampling_params=params,
             max_new_tokens=limit[1],
             raw=False,
             n=n,
-            stop=read_stop(body.stop, limits.max_stop_strings),
+            stop=stop,
             skip_special_tokens=body.skip_special_tokens is not False,
             stream=bool(body.stream),
             add_special_tokens=False,

@@ -16,7 +16,7 @@ from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
 from multitok.http.manager import Manager
-from multitok.http.openai.bounds import check_logprobs
+from multitok.http.openai.bounds import check_copies, check_logprobs
 from multitok.http.openai.common import (
     check_model,
     check_priority,
@@ -87,12 +87,14 @@ class CompletionRoute(BodyRoute):
                 max_choices=limits.max_prompts,
             )
             params = with_logprobs(params, body.logprobs, info, "logprobs", "logprobs")
+        stop = read_stop(body.stop, limits.max_stop_strings)
+        check_copies("n" if n > 1 else "prompt", prompts, n, params, stop)
         request = GenerateInput(
             prompts=prompts,
             sampling_params=params,
             max_new_tokens=max_tokens,
             n=n,
-            stop=read_stop(body.stop, limits.max_stop_strings),
+            stop=stop,
             skip_special_tokens=body.skip_special_tokens is not False,
             stream=bool(body.stream),
             add_special_tokens=body.add_special_tokens is not False,
