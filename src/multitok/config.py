@@ -20,10 +20,6 @@ class OptionError(ValueError):
     """An option can't be used, or a file that it names; the message is for the user."""
 
 
-class OptionError(ValueError):
-    """An option can't be used, or a file that it names; the message is for the user."""
-
-
 class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of ``multitok serve``."""
 
