@@ -229,6 +229,7 @@ class _Exchange:
 
     tenant = 0
     request_id: str | None = None
+    id_is_given = False
 
     def __init__(self, body: bytes, header: bytes | None) -> None:
         self.body = bytearray(body)

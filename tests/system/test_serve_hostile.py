@@ -33,7 +33,8 @@ def test_the_same_processes_serve_after_hostile_input(either: Server) -> None:
                     continue
                 answer = _ask(either.http, path, field.body(raw))
                 statuses.add(answer.status_code)
-                assert answer.status_code in (200, 400, 404), (field.name, kind, answer.text[:500])
+                # 504: a time limit that is over at once.
+                assert answer.status_code in (200, 400, 404, 504), (field.name, kind, answer.text[:500])
                 if answer.status_code != 200:
                     assert len(answer.content) < LONGEST_ERROR
                     assert answer.json()["error"]["message"]

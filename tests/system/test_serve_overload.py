@@ -23,7 +23,6 @@ _TOKENS = 20
 _LONG: dict[str, Any] = {"model": MODEL, "prompt": "a long story", "max_tokens": 8000}
 _SLOW = [*SIMULATED, *engine_args(step_ms=5)]
 _ONE_AT_A_TIME = [*_SLOW, *workers(4), "--max-running-requests", "1"]
-_needs_part_a = pytest.mark.skip(reason="needs part A")
 
 
 class _Answer(NamedTuple):
@@ -120,7 +119,6 @@ def test_those_with_priority_are_served_first_and_equals_in_turn() -> None:
         assert order == [f"{kind} {i}" for kind in ("high", "plain", "low") for i in (1, 2)]
 
 
-@_needs_part_a
 def test_prompts_that_wait_are_bounded_in_tokens() -> None:
     prompt = [5] * 80
     with Server(*_ONE_AT_A_TIME, "--max-queued-tokens", "100") as server:
@@ -147,7 +145,6 @@ def test_prompts_that_wait_are_bounded_in_tokens() -> None:
         wait_until_nothing_is_held(server, LEAVE_S)
 
 
-@_needs_part_a
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_that_waits_too_long_is_refused(stream: bool) -> None:
     limit = 0.5
@@ -164,7 +161,6 @@ def test_request_that_waits_too_long_is_refused(stream: bool) -> None:
         wait_until_nothing_is_held(server, LEAVE_S)
 
 
-@_needs_part_a
 def test_request_that_takes_too_long_is_ended() -> None:
     limit = 0.5
     with Server(*_SLOW, *workers(4), "--request-timeout", str(limit)) as server:
@@ -182,7 +178,6 @@ def test_request_that_takes_too_long_is_ended() -> None:
         assert server.openai.completions.create(model=MODEL, prompt="quick", max_tokens=3)
 
 
-@_needs_part_a
 def test_request_may_ask_for_less_time_but_not_for_more() -> None:
     with Server(*_SLOW, *workers(2), "--request-timeout", "1") as server:
         for asked, given in ((0.2, "0.2"), (100, "1")):
@@ -191,7 +186,6 @@ def test_request_may_ask_for_less_time_but_not_for_more() -> None:
         wait_until_nothing_is_held(server, LEAVE_S)
 
 
-@_needs_part_a
 @pytest.mark.parametrize("limit", ["requests", "tokens"])
 def test_greedy_key_does_not_starve_the_others(limit: str) -> None:
     long_tokens = len(ids_of(_LONG["prompt"])) + _LONG["max_tokens"]
