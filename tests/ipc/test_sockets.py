@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import secrets
 import socket
 import struct
@@ -61,25 +62,29 @@ def test_a_peer_that_claims_a_message_without_bounds_is_cut_off_and_the_others_a
         foreign.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 4) + b"PUSH"
         foreign.sendall(b"\x04" + bytes([len(ready)]) + ready)
+        assert foreign.recv(64, socket.MSG_WAITALL).startswith(b"\xff")
         foreign.sendall(b"\x02" + struct.pack(">Q", MOST_FRAME_BYTES + 1) + b"x" * 64)
-        said = b""
-        while piece := foreign.recv(4096):
-            said += piece
-        assert said.startswith(b"\xff")
+        # What it had not read yet, it throws away: that ends a connection with an error.
+        with contextlib.suppress(ConnectionResetError):
+            while foreign.recv(4096):
+                pass
     sender.send(b"after")
     assert receiver.poll(DEADLINE_S * 1000)
     assert receiver.recv() == b"after"
 
 
 def test_bytes_that_are_no_zeromq_at_all_do_no_harm(ends):
+    """ZeroMQ takes some of them for messages of its first version; the mark of the start tells them from ours."""
     site, receiver, sender = ends
     for size in (1, 10, 1000):
         with socket.socket(socket.AF_UNIX) as foreign:
             foreign.connect(f"{site.runtime_dir.path}/x")
             foreign.sendall(secrets.token_bytes(size))
     sender.send(b"after")
-    assert receiver.poll(DEADLINE_S * 1000)
-    assert receiver.recv() == b"after"
+    while receiver.poll(DEADLINE_S * 1000):
+        if receiver.recv_multipart() == [b"after"]:
+            return
+    pytest.fail("the message did not come")
 
 
 def test_a_replaced_receiver_is_reached_again(ends):

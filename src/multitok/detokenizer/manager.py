@@ -138,8 +138,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         """Return the failure of every request in a batch that can't be decoded, if its leading fields can be."""
         try:
             batch = self._identities.decode(frame)
-        except msgspec.DecodeError:
-            _log.exception("nor can the requests that it belongs to")
+        except msgspec.DecodeError as error:
+            _log.error("nor can the requests that it belongs to: %s", error)
             return None
         rows = len(batch.numbers)
         owners = batch.http_worker_ipcs
