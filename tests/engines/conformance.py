@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from multitok.engines.base import Engine, EngineOutput, EngineRefusal
+from multitok.engines.base import Engine, EngineOutput, EngineRefusal, params_left
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import SamplingParams
 
@@ -20,6 +20,25 @@ def pack(ids) -> bytes:
 
 def greedy(max_new_tokens: int, **fields) -> SamplingParams:
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **fields)
+
+
+# For each field that `EngineInfo.resumable` may name, values that make a difference in an undisturbed run; None is the
+# stop id, which comes as the 14th id if not before.
+RESUMED = {
+    "max_new_tokens": {},
+    "min_new_tokens": {"min_new_tokens": 18, "stop_token_ids": None},
+    "temperature": {"temperature": 0.8, "seed": 7},
+    "top_p": {"top_p": 0.5},
+    "top_k": {"top_k": 3},
+    "min_p": {"min_p": 0.3},
+    "seed": {"seed": 11},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "stop_token_ids": {"stop_token_ids": None},
+    "ignore_eos": {"ignore_eos": True},
+    "logprobs": {"logprobs": 0},
+}
 
 
 @dataclass
@@ -40,9 +59,9 @@ class Driver:
         self.aborted: set[int] = set()
         self._next = random.Random(1).getrandbits(48) << 16
 
-    def add(self, ids, params: SamplingParams) -> int:
+    def add(self, ids, params: SamplingParams, resumed: int = 0) -> int:
         self._next += 1
-        self.engine.add_request(self._next, pack(ids), params)
+        self.engine.add_request(self._next, pack(ids), params, resumed=resumed)
         self.results[self._next] = Result()
         return self._next
 
@@ -88,17 +107,52 @@ class Driver:
         return [self.results[number] for number in numbers]
 
 
-class EngineConformance:
-    """Subclasses define the fixtures `engine` (idle) and `prompts` (16 different ones), and may set `long_prompt`."""
+class ResumptionConformance:
+    """What holds for the fields in `EngineInfo.resumable`; fixtures as in `EngineConformance`."""
 
     new_tokens = 24
-    long_prompt_length = 400
 
     @pytest.fixture
     def driver(self, engine):
         assert not engine.has_unfinished()
         yield Driver(engine)
         assert not engine.has_unfinished(), "the test left work in the engine"
+
+    def test_a_resumed_request_gets_the_rest_of_an_undisturbed_run(self, driver, engine, prompts):
+        """At several cuts for each field that the engine names, and for all of them together."""
+        named = engine.info.resumable
+        assert set(named) <= set(RESUMED)
+        wanted = [RESUMED[name] for name in named]
+        together = {field: value for fields in wanted for field, value in fields.items()}
+        self.check_resumption(driver, prompts[:2], [*wanted, *([together] if named else [])])
+
+    def check_resumption(self, driver, prompts, wanted):
+        most = self.new_tokens
+        free = driver.run(*((prompt, greedy(most, ignore_eos=True)) for prompt in prompts))
+        runs = []
+        for fields in wanted:
+            for prompt, result in zip(prompts, free, strict=True):
+                given = {"temperature": 0.0, **fields}
+                if "stop_token_ids" in given:
+                    given["stop_token_ids"] = [result.ids[13]]
+                runs.append((prompt, SamplingParams(max_new_tokens=most, **given)))
+        resumed = []
+        for (prompt, params), whole in zip(runs, driver.run(*runs), strict=True):
+            for cut in (1, 7, 13, len(whole.ids) - 1):
+                if cut < len(whole.ids):
+                    number = driver.add(prompt + whole.ids[:cut], params_left(params, cut), resumed=cut)
+                    resumed.append((driver.results[number], whole, params, cut))
+        driver.until_idle()
+        for rest, whole, params, cut in resumed:
+            assert rest.ids == whole.ids[cut:], (params, cut)
+            assert rest.finish == whole.finish
+            assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-3)
+
+
+class EngineConformance(ResumptionConformance):
+    """Subclasses define the fixtures `engine` (idle) and `prompts` (16 different ones), and may set `long_prompt`."""
+
+    long_prompt_length = 400
 
     @pytest.fixture
     def long_prompt(self, prompts):

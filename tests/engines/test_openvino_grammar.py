@@ -44,11 +44,14 @@ def gate(log):
 
 
 def verdict(gate, text: str) -> str:
+    """The verdict on a grammar, or why there is none."""
     grammar = Grammar("regex", text)
     deadline = time.monotonic() + 20
     while (problem := gate.verdict(grammar)) is None:
         assert time.monotonic() < deadline
-        gate.poll(0.05)
+        given_up = gate.poll(0.05)
+        if grammar in given_up:
+            return given_up[grammar]
     return problem
 
 
@@ -96,7 +99,42 @@ def test_a_compiler_that_does_not_start_refuses_and_is_tried_again(gate, log):
     broken.touch()
     assert "does not start" in verdict(gate, "good")
     broken.unlink()
+    assert verdict(gate, "good") == ""
+
+
+def test_a_compiler_that_is_stopped_while_it_works_is_killed_and_replaced(gate, log, monkeypatch):
+    assert verdict(gate, "good") == ""
+    monkeypatch.setattr("multitok.engines.openvino_grammar.ANSWER_LIMIT_S", 0.2)
+    stuck, other = Grammar("regex", f"signal {int(signal.SIGSTOP)}"), Grammar("regex", "good2")
+    gate.verdict(stuck)
+    gate.verdict(other)
+    pid = gate._process.pid
+    assert "does not answer" in verdict(gate, stuck.text)
+    monkeypatch.undo()
+    # Nobody else's grammar is given up, and a new one serves it.
     assert verdict(gate, "good2") == ""
+    assert gate._process.pid != pid
+    assert log.read_text().count("start") == 2
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_question_that_does_not_fit_into_the_pipe_of_a_stopped_compiler_holds_up_nobody(gate, monkeypatch):
+    assert verdict(gate, "good") == ""
+    monkeypatch.setattr("multitok.engines.openvino_grammar.ANSWER_LIMIT_S", 0.2)
+    os.kill(gate._process.pid, signal.SIGSTOP)
+    long = "good" + "\U0001f600" * 60000
+    assert "does not answer" in verdict(gate, long)
+    monkeypatch.undo()
+    assert verdict(gate, long) == ""
+
+
+def test_a_compiler_that_is_stopped_while_it_starts_is_killed_and_tried_again(gate, monkeypatch):
+    monkeypatch.setattr("multitok.engines.openvino_grammar.START_LIMIT_S", 0.2)
+    gate.verdict(Grammar("regex", "good"))
+    os.kill(gate._process.pid, signal.SIGSTOP)
+    assert "does not start" in verdict(gate, "good")
+    monkeypatch.undo()
+    assert verdict(gate, "good") == ""
 
 
 def test_limits_are_checked_without_the_compiler(gate, log):

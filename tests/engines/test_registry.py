@@ -79,6 +79,10 @@ def test_openvino_loads_by_task(smollm2_file, minilm_folder):
     text = files(model_path=str(smollm2_file), vocab_size=49152, context_length=8192)
     engine = create_engine("openvino", files=text, options={"kv_cache_tokens": "256"})
     assert (engine.info.task, engine.info.context_length) == ("generate", 256)
+    assert engine.info.resumable == []
+    engine.shutdown()
+    engine = create_engine("openvino", files=text, options={"kv_cache_tokens": "256"}, resume=True)
+    assert "repetition_penalty" in engine.info.resumable
     engine.shutdown()
     encoder = create_engine("openvino", files=files(task="embed", model_path=str(minilm_folder)), options={})
     assert encoder.info.task == "embed"

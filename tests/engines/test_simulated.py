@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conformance import Driver, EngineConformance, greedy, pack
 
-from multitok.engines.base import EngineRefusal
+from multitok.engines.base import EngineRefusal, params_left
 from multitok.engines.simulated import SimulatedEngine, simulated_embedding, simulated_logprob
 from multitok.messages.base import FinishReason
 
@@ -31,6 +31,16 @@ class TestSeveralTokensPerStepInChunksWithFewSlots(TestEcho):
     @pytest.fixture
     def engine(self):
         return make(tokens_per_step="1,3,2", prefill_chunk=5, max_running=5, kv_tokens=2000)
+
+
+class TestChosenIds(TestEcho):
+    """Some tests look for an id that does not come again and again."""
+
+    new_tokens = 30
+
+    @pytest.fixture
+    def engine(self):
+        return make(ids=",".join(map(str, range(500, 560))), eos_after=16)
 
 
 class TestReplay(TestEcho):
@@ -78,6 +88,29 @@ def test_end_of_sequence_ends_unless_ignored_or_too_early():
     assert (stopped.ids, stopped.finish) == ([5, 5, EOS], FinishReason("stop", matched=EOS))
     assert (len(ignored.ids), ignored.finish) == (6, FinishReason("length"))
     assert least.ids == [5, 5, 5, 5, EOS]
+
+
+def test_only_what_follows_from_the_prompt_and_the_position_can_be_resumed(tmp_path):
+    file = tmp_path / "ids.json"
+    file.write_text("[1, 2, 3]")
+    assert "temperature" in make().info.resumable
+    assert make(ids="5,6").info.resumable == make().info.resumable
+    assert make(replay=file).info.resumable == make(task="embed").info.resumable == []
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("fields", [{}, {"min_new_tokens": 4}, {"ignore_eos": True}])
+def test_the_end_of_a_resumed_request_is_where_it_was(cut, fields):
+    params = greedy(8, logprobs=2, **fields)
+    (whole,) = Driver(make(eos_after=3)).run(([5, 6], params))
+    driver = Driver(make(eos_after=3))
+    if cut >= len(whole.ids):
+        return
+    number = driver.add([5, 6, *whole.ids[:cut]], params_left(params, cut), resumed=cut)
+    driver.until_idle()
+    rest = driver.results[number]
+    assert (rest.ids, rest.finish) == (whole.ids[cut:], whole.finish)
+    assert (rest.logprobs, rest.top_logprobs) == (whole.logprobs[cut:], whole.top_logprobs[cut:])
 
 
 def test_log_probabilities_follow_the_formula():

@@ -122,17 +122,86 @@ def test_a_child_of_another_start_is_dropped(ranks, caplog):
     assert ranks.received_nothing_more()
 
 
-def test_a_rank_that_does_not_read_costs_only_its_own_requests(make_site, monkeypatch, caplog):
-    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 3)
-    site = make_site(ranks=2)
-    full = Ranks(site, 2)
-    # Nobody is at rank 1 from now on: its queue takes three more messages.
+@pytest.fixture
+def with_a_stuck_rank(make_site, monkeypatch):
+    """Nobody is at rank 1, and its queue is full."""
+    full = Ranks(make_site(ranks=2), 2)
     full.inboxes[1].socket.close(linger=0)
-    other = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    full.dispatcher.rank_died(1)
+    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 3)
+    full.dispatcher.rank_started(1)
     for number in range(3):
-        other.send_frames(full.pairs(request(number, rank=1)))
+        full.send(request(number, rank=1))
+    return full
+
+
+def test_a_rank_that_does_not_read_costs_only_its_own_requests(with_a_stuck_rank):
     with pytest.raises(Undelivered) as caught:
-        other.send_frames(full.pairs(request(10), request(11), request(12), request(13, kind=Kind.ABORT)))
-    assert [(h.number, h.kind) for h in caught.value.headers] == [(11, Kind.GENERATE), (13, Kind.ABORT)]
-    assert full.received(0) == [10, 12, 13]
-    assert "scheduler 1 does not read" in caplog.text
+        with_a_stuck_rank.send(request(10), request(11), request(12), request(13, kind=Kind.ABORT))
+    assert [(h.number, h.kind) for h in caught.value.headers] == [(11, Kind.GENERATE)]
+    assert "does not take requests" in caught.value.reason
+    assert with_a_stuck_rank.received(0) == [10, 12, 13]
+
+
+def test_what_goes_to_all_ranks_leaves_out_one_that_does_not_read(with_a_stuck_rank, caplog):
+    """No error: it would make the sender try again, and hold up the others."""
+    for number, kind in ((20, Kind.ABORT), (21, Kind.ACK), (22, Kind.CONTROL), (23, Kind.ACK)):
+        with_a_stuck_rank.send(request(number, kind=kind))
+        assert with_a_stuck_rank.received(0) == [number]
+    assert with_a_stuck_rank.dispatcher.dropped == 4
+    assert caplog.text.count("scheduler 1 does not read") == 3  # at the 1st, 2nd and 4th
+
+
+def test_nothing_goes_to_a_rank_that_has_died(ranks):
+    ranks.dispatcher.rank_died(0)
+    ranks.send(request(1), request(2), request(3, kind=Kind.ABORT))
+    assert ranks.received(1) == [1, 2, 3]
+    assert ranks.inboxes[0].is_empty()
+    assert ranks.dispatcher.down == [0]
+
+
+def test_a_new_life_of_a_rank_gets_nothing_that_was_meant_for_the_last(make_site):
+    site = make_site(ranks=2)
+    ranks = Ranks(site, 0)
+    ranks.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    # Nobody is there: this waits in the socket.
+    ranks.send(request(1, rank=0))
+    for _ in range(2):
+        ranks.dispatcher.rank_died(0)
+    for _ in range(2):
+        ranks.dispatcher.rank_started(0)
+    ranks.send(request(2, rank=0), request(3, kind=Kind.ACK))
+    ranks.inboxes = [site.inbox(f"s{i}", Header) for i in range(2)]
+    assert ranks.received(0) == [2, 3]
+    assert ranks.received(1) == [3]
+    assert ranks.received_nothing_more()
+    assert ranks.dispatcher.down == []
+
+
+def test_without_any_rank_requests_are_refused_and_all_else_is_skipped(ranks):
+    for rank in (0, 1):
+        ranks.dispatcher.rank_died(rank)
+    with pytest.raises(Undelivered) as caught:
+        ranks.send(request(1), request(2, kind=Kind.ABORT), request(3, rank=1))
+    assert [header.number for header in caught.value.headers] == [1, 3]
+    assert "restarting" in caught.value.reason
+    ranks.send(request(4, kind=Kind.ACK))
+    assert ranks.dispatcher.dropped == 0
+
+
+def test_whoever_wants_the_same_rank_gets_the_same_one_while_it_is_down(make_site):
+    """Two requests with one id meet, so that the second is refused."""
+    ranks = Ranks(make_site(ranks=3), 3)
+    ranks.dispatcher.rank_died(1)
+    ranks.send(request(1, rank=1), request(2), request(3, rank=1), request(4), request(5, rank=1), request(6, rank=0))
+    # Of the two that are up, 0 and 2, it is the one at index 1 mod 2.
+    assert ranks.received(2) == [1, 3, 4, 5]
+    assert ranks.received(0) == [2, 6]
+
+
+@pytest.mark.parametrize("rank", [9, -1])
+def test_a_rank_that_there_is_not_neither_dies_nor_starts(ranks, rank):
+    ranks.dispatcher.rank_died(rank)
+    ranks.dispatcher.rank_started(rank)
+    ranks.send(request(1), request(2))
+    assert (ranks.received(0), ranks.received(1)) == ([1], [2])

@@ -9,10 +9,10 @@ import zmq
 
 from multitok.ipc.sockets import HIGH_WATER_MARK
 from multitok.messages.codec import FrameDecoder, encode_frame
-from multitok.messages.to_child import OwnerDied, OwnerStarted, Stop
+from multitok.messages.to_child import OwnerDied, OwnerStarted, PartDied, PartStarted, Stop
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_scheduler import AbortReq, GetInternalStateReq, Header, Kind, header_of
-from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
+from multitok.messages.to_tokenizer import GetInternalStateReqOutput, RankDied, RankStarted, ToTokenizer
 from parts import DEADLINE_S
 
 ADDRESSES = ["router", "control"]
@@ -145,6 +145,92 @@ def test_the_announced_death_of_an_owner_closes_its_socket(site, router):
     send_reply(site, "w2.1", 3)
     assert living.next() == reply(3)
     assert dying.is_empty()
+
+
+# Ranks that die and start
+
+
+def test_owners_hear_of_a_dead_rank_and_no_request_goes_there(site, router):
+    workers = [site.inbox(owner, ToTokenizer) for owner in ("w1.1", "w2.1")]
+    for owner in ("w1.1", "w2.1"):
+        router.send(OwnerStarted(owner))
+    router.send(PartDied("detokenizer", 0, 1))
+    router.send(PartDied("scheduler", 0, 4))
+    for owner, worker in zip(("w1.1", "w2.1"), workers, strict=True):
+        assert worker.next() == RankDied(rank=0, life=4, http_worker_ipc=owner)
+    scheduler = site.inbox("s1", Header)
+    for number in range(3):
+        site.send("router", request(number), request(number))
+        assert FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number == number
+    # An owner that is new hears of it, too, and no other.
+    new = site.inbox("w3.1", ToTokenizer)
+    router.send(OwnerStarted("w3.1"))
+    assert new.next() == RankDied(rank=0, life=4, http_worker_ipc="w3.1")
+    router.send(PartStarted("scheduler", 0, 2))
+    for worker in (*workers, new):
+        assert worker.next().rank == 0
+    back = site.inbox("s0", Header)
+    site.send("router", request(3), request(3))
+    site.send("router", request(4), request(4))
+    assert back.frames() and scheduler.frames()
+
+
+def test_without_any_rank_requests_are_refused_until_one_has_started(site, router):
+    worker = site.inbox("w2.1", ToTokenizer)
+    router.send(OwnerStarted("w2.1"))
+    for rank in (0, 1):
+        router.send(PartDied("scheduler", rank, 1))
+        assert worker.next() == RankDied(rank=rank, life=1, http_worker_ipc="w2.1")
+    site.send("router", request(7, "w2.1"), request(7))
+    refusal = worker.next()
+    assert (type(refusal), refusal.number, refusal.status) == (RefusedReq, 7, 503)
+    assert "restarting" in refusal.message
+    router.send(PartStarted("scheduler", 1, 2))
+    assert worker.next() == RankStarted(rank=1, http_worker_ipc="w2.1")
+    scheduler = site.inbox("s1", Header)
+    site.send("router", request(8, "w2.1"), request(8))
+    assert FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number == 8
+
+
+def test_an_owner_that_has_died_hears_of_no_rank(site, router):
+    dead, living = (site.inbox(owner, ToTokenizer) for owner in ("w1.1", "w2.1"))
+    router.send(OwnerStarted("w1.1"))
+    router.send(OwnerStarted("w2.1"))
+    router.send(OwnerDied("w1.1"))
+    router.send(PartDied("scheduler", 0, 1))
+    assert living.next() == RankDied(rank=0, life=1, http_worker_ipc="w2.1")
+    assert dead.is_empty()
+
+
+def test_a_new_life_forwards_what_was_sent_while_there_was_no_router(site, router):
+    scheduler = site.inbox("s0", Header)
+    worker = site.inbox("w1.1", ToTokenizer)
+    site.send("router", request(0), request(0))
+    assert scheduler.frames()
+    router.kill()
+    site.ending(router)
+    for number in range(1, 6):
+        site.send_frames("router", [encode_frame(site.token, Header(Kind.ACK, number, "w1.1")), b"payload"])
+    send_reply(site, "w1.1", 9)
+    again = site.ready_child("router", ADDRESSES)
+    again.send(OwnerStarted("w1.1"))
+    again.send(PartDied("scheduler", 1, 1))
+    numbers = [FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number for _ in range(5)]
+    assert numbers == [1, 2, 3, 4, 5]
+    assert {type(worker.next()) for _ in range(2)} == {GetInternalStateReqOutput, RankDied}
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x80\x04]q\x00.", b"alone" * 1000])
+def test_single_frames_of_others_end_nothing(site, router, frame):
+    worker = site.inbox("w1.1", ToTokenizer)
+    for address in ADDRESSES:
+        site.send_frames(address, [frame])
+        site.send_frames(address, [site.token + b"\xc1" + frame])
+    send_reply(site, "w1.1", 2)
+    assert worker.next() == reply(2)
+    scheduler = site.inbox("s0", Header)
+    site.send("router", request(1), request(1))
+    assert scheduler.frames()
 
 
 def test_stop_ends_it(site, router):

@@ -13,11 +13,12 @@ from multitok.messages.to_scheduler import (
     AckReq,
     DecodeParams,
     GetInternalStateReq,
+    LiveReq,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     header_of,
 )
-from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
+from multitok.messages.to_tokenizer import GetInternalStateReqOutput, LiveReqOutput, ToTokenizer
 from parts import Inbox, Site, pack, unpack
 
 OWNER = "w1.1"
@@ -60,6 +61,14 @@ class Row(NamedTuple):
     batch: BatchTokenIDOutput
 
 
+class Rebuilt(NamedTuple):
+    """A row that makes a state anew: the ids before it, and how much of their text the owner has."""
+
+    row: Row
+    before: list[int]
+    read_offset: int
+
+
 def rows_of(batch: BatchTokenIDOutput) -> list[Row]:
     count = len(batch.numbers)
     lengths = batch.output_lengths or [1] * count
@@ -85,7 +94,7 @@ class Rank:
         names = site.port_args.detokenizer_ipc_names or [OWNER]
         self.inboxes = {name: site.inbox(name, ToDetokenizer) for name in names}
         self.inbox = self.inboxes[names[0]]
-        self._owner: Inbox | None = None
+        self._owners: dict[str, Inbox] = {}
         # All that was heard, by request.
         self.rows: dict[int, list[Row]] = {}
         self.refusals: dict[int, RefusedReq] = {}
@@ -146,12 +155,48 @@ class Rank:
             ids += row.ids
         return ids
 
+    def compare(
+        self,
+        has: dict[int, int],
+        resend: list[int] | None = None,
+        owner: str = OWNER,
+        texts: dict[int, int] | None = None,
+    ) -> list[int]:
+        """Say what an owner waits for and how many ids it has of each; returns what the rank knows."""
+        if owner not in self._owners:
+            self._owners[owner] = self.site.inbox(owner, ToTokenizer)
+        live = LiveReq(
+            number=88,
+            http_worker_ipc=owner,
+            numbers=list(has),
+            token_counts=list(has.values()),
+            text_lengths=[(texts or has)[number] for number in has],
+            resend=resend or [],
+        )
+        self.send(live)
+        answer = self._owners[owner].next()
+        assert isinstance(answer, LiveReqOutput)
+        assert (answer.number, answer.http_worker_ipc) == (88, owner)
+        return answer.known
+
+    def hear_rebuilt(self, number: int) -> Rebuilt:
+        """Take the next row that makes a request's state anew; what was heard of it is forgotten."""
+        while True:
+            batch = self.inbox.next()
+            if not isinstance(batch, BatchTokenIDOutput):
+                continue
+            decode_ids = batch.extras and batch.extras.decode_ids
+            for i, row in enumerate(rows_of(batch)):
+                if row.number == number and decode_ids and decode_ids[i] is not None:
+                    self.rows[number] = [row]
+                    return Rebuilt(row, unpack(decode_ids[i]), batch.extras.read_offsets[i])
+
     def state(self) -> GetInternalStateReqOutput:
         """Ask for its state: what was sent before is done when the answer is there."""
-        if self._owner is None:
-            self._owner = self.site.inbox("w9.1", ToTokenizer)
+        if "w9.1" not in self._owners:
+            self._owners["w9.1"] = self.site.inbox("w9.1", ToTokenizer)
         self.send(GetInternalStateReq(number=77, http_worker_ipc="w9.1"))
-        answer = self._owner.next()
+        answer = self._owners["w9.1"].next()
         assert isinstance(answer, GetInternalStateReqOutput)
         assert answer.number == 77
         return answer

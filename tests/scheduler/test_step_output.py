@@ -64,27 +64,27 @@ def made_of(*described: tuple[int, dict[str, Any]]) -> list[tuple[ScheduledReque
 @given(st.lists(rows(), min_size=1, max_size=4))
 def test_a_row_of_a_step_is_what_the_request_alone_would_have_produced(described):
     numbered = list(enumerate(described, start=1))
-    batch = token_batch(made_of(*numbered), 2, NOW)
+    batch = token_batch(made_of(*numbered), 2, 3, NOW)
     for i, row in enumerate(numbered):
-        assert handle_output_by_index(batch, i) == token_batch(made_of(row), 2, NOW)
+        assert handle_output_by_index(batch, i) == token_batch(made_of(row), 2, 3, NOW)
 
 
 def test_new_ids_are_kept_with_their_request():
     ((request, output),) = made_of(
         (1, {"request": ([5, 6], True), "output": {"output_ids": [7, 8], "finish": None}}),
     )
-    batch = token_batch([(request, output)], 0, NOW)
+    batch = token_batch([(request, output)], 0, 3, NOW)
     assert request.output_ids.tolist() == [5, 6, 7, 8]
     assert batch.first_indexes == [2]
-    assert token_batch([(request, output)], 0, NOW).first_indexes == [4]
+    assert token_batch([(request, output)], 0, 3, NOW).first_indexes == [4]
 
 
 def test_decode_params_and_the_time_of_the_first_token_are_given_once():
     request = generating(3, [], started=False)
     step = [(request, EngineOutput(3, [1]))]
-    assert token_batch(step, 0, NOW).decode_params == [DecodeParams(stop=["3"])]
+    assert token_batch(step, 0, 3, NOW).decode_params == [DecodeParams(stop=["3"])]
     assert request.first_token == NOW
-    assert token_batch(step, 0, NOW + 1).decode_params is None
+    assert token_batch(step, 0, 3, NOW + 1).decode_params is None
     assert request.first_token == NOW
 
 

@@ -277,9 +277,8 @@ def test_a_scheduler_that_does_not_read_is_a_503(make_site, monkeypatch, in_loop
                 taken += 1
         assert caught.value.status == 503
         assert len(owner.manager.results) == taken
-        with pytest.raises(RequestError) as caught:
-            owner.manager.abort_by_id("x")
-        assert caught.value.status == 503
+        # The other ranks have it; an error would only make its sender try again.
+        owner.manager.abort_by_id("x")
 
     in_loop(test, site=site)
 

@@ -83,6 +83,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     resumable: list[str] = []
 
 
+def params_left(params: SamplingParams, resumed: int) -> SamplingParams:
+    """Return what is left of a request's parameters when it goes on after `resumed` output ids, fewer than its limit.
+
+    See `Engine.add_request`.
+    """
+    return msgspec.structs.replace(
+        params,
+        max_new_tokens=params.max_new_tokens - resumed,
+        min_new_tokens=max(0, params.min_new_tokens - resumed),
+    )
+
+
 class EngineOutput(msgspec.Struct, gc=False):
     """What one step made for one request.
 
@@ -137,7 +149,7 @@ class Engine(Protocol):
         """What this engine is and can do."""
         ...
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
         """Take a request; for ``embed`` engines `params` is ignored.
 
         What can only be found out later ends the request with a finish reason ``error``.
@@ -150,6 +162,9 @@ class Engine(Protocol):
             Packed int32 in native order, checked against the vocabulary and the context length by the caller.
         params : SamplingParams
             Only with fields that ``info.sampling`` names.
+        resumed : int
+            How many of the last `input_ids` are output of an earlier run of this request, which goes on after them;
+            `params` counts only what is still to come. An engine whose output follows from the ids alone ignores it.
 
         Raises
         ------

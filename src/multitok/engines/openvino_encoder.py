@@ -112,8 +112,8 @@ class OpenVINOEncoder:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
-        """Queue a request; `params` is ignored. See `Engine.add_request`."""
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+        """Queue a request; `params` and `resumed` are ignored. See `Engine.add_request`."""
         if number in self._waiting:
             raise ValueError(f"request {number} is in the engine already")
         ids = np.frombuffer(input_ids, dtype=np.int32)

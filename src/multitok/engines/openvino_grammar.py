@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections import deque
 
 import msgspec
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 MAX_TEXT = 65536
 # Deeper nesting is what the compiler recurses on until its stack ends.
 MAX_NESTING = 128
+# How long it may take to start, and to answer. It has a second of CPU time for a grammar (`COMPILE_LIMIT_S`), so one
+# that is silent for longer than this on a busy machine is stopped or stuck, and the grammar is not at fault.
+START_LIMIT_S = 60.0
+ANSWER_LIMIT_S = 15.0
 # Verdicts kept; a program that sends a new schema with each request must not make this grow.
 _REMEMBERED = 1024
 
@@ -45,6 +50,11 @@ class GrammarGate:
         self._received = b""
         self._queue: deque[Grammar] = deque()
         self._asked: Grammar | None = None
+        # Until when it must have started, or answered; and what of the question is not yet in the pipe.
+        self._deadline = 0.0
+        self._unwritten = memoryview(b"")
+        # Grammars that will get no verdict, and why.
+        self._given_up: dict[Grammar, str] = {}
         self._again: Grammar | None = None
         self._verdicts: dict[Grammar, str] = {}
         self._decoder = msgspec.msgpack.Decoder(Verdict)
@@ -62,19 +72,30 @@ class GrammarGate:
             self._ask()
         return None
 
-    def poll(self, timeout: float) -> None:
-        """Read answers; wait for one for at most `timeout` seconds."""
-        if self._process is None or self._process.stdout is None:
-            return
-        pipe = self._process.stdout.fileno()
-        while select.select([pipe], [], [], timeout)[0]:
-            timeout = 0
-            data = os.read(pipe, 65536)
-            if not data:
-                self._lost()
-                return
-            self._received += data
-            self._read_answers()
+    def poll(self, timeout: float) -> dict[Grammar, str]:
+        """Read answers; wait for one for at most `timeout` seconds.
+
+        Returns
+        -------
+        dict of Grammar to str
+            Grammars about which nothing can be said now, through no fault of theirs, and why. They are not remembered:
+            whoever asks again begins anew.
+        """
+        if self._process is not None and self._process.stdout is not None:
+            pipe = self._process.stdout.fileno()
+            self._write()
+            while select.select([pipe], [], [], timeout)[0]:
+                timeout = 0
+                data = os.read(pipe, 65536)
+                if not data:
+                    self._lost()
+                    break
+                self._received += data
+                self._read_answers()
+            if self._is_waited_for() and time.monotonic() > self._deadline:
+                self._stuck()
+        given_up, self._given_up = self._given_up, {}
+        return given_up
 
     def close(self) -> None:
         """End the compiler."""
@@ -89,18 +110,35 @@ class GrammarGate:
             return
         if self._process is None:
             logger.info("starting the grammar compiler")
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if not self._ready or self._process.stdin is None:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            if self._process.stdin is not None:
+                os.set_blocking(self._process.stdin.fileno(), False)
+            self._deadline = time.monotonic() + START_LIMIT_S
+        if not self._ready:
             return
         self._asked = self._queue.popleft()
         data = msgspec.msgpack.encode(self._asked)
+        self._unwritten = memoryview(LENGTH.pack(len(data)) + data)
+        self._deadline = time.monotonic() + ANSWER_LIMIT_S
+        self._write()
+
+    def _write(self) -> None:
+        """Write as much of the question as the pipe takes: one that is stopped must not stop its engine, too."""
+        if not self._unwritten or self._process is None or self._process.stdin is None:
+            return
         try:
-            self._process.stdin.write(LENGTH.pack(len(data)) + data)
-            self._process.stdin.flush()
+            self._unwritten = self._unwritten[os.write(self._process.stdin.fileno(), self._unwritten) :]
+        except BlockingIOError:
+            return
         except BrokenPipeError:
             # It died while idle; the end of its other pipe will say so.
-            self._queue.appendleft(self._asked)
-            self._asked = None
+            self._unwritten = memoryview(b"")
+            if self._asked is not None:
+                self._queue.appendleft(self._asked)
+                self._asked = None
+
+    def _is_waited_for(self) -> bool:
+        return self._process is not None and (self._asked is not None or not self._ready)
 
     def _read_answers(self) -> None:
         while len(self._received) >= LENGTH.size:
@@ -114,6 +152,24 @@ class GrammarGate:
                 self._asked = None
             self._ready = True
             self._ask()
+
+    def _stuck(self) -> None:
+        """End a compiler that does not answer, and go on with a new one."""
+        logger.error("the grammar compiler does not answer; it is killed and replaced")
+        was_ready = self._ready
+        if self._process is not None:
+            self._process.kill()
+        self._forget_process()
+        if self._asked is not None:
+            self._given_up[self._asked] = "the grammar compiler does not answer"
+            self._asked = None
+        if not was_ready:
+            self._give_up_all("the grammar compiler does not start")
+        self._ask()
+
+    def _give_up_all(self, reason: str) -> None:
+        self._given_up |= dict.fromkeys(self._queue, reason)
+        self._queue.clear()
 
     def _lost(self) -> None:
         """Blame the death of the compiler on what it was asked, and go on with a new one."""
@@ -131,21 +187,17 @@ class GrammarGate:
             self._asked = None
         elif not was_ready:
             logger.error("the grammar compiler ended with %d at start", code)
-            while self._queue:
-                self._remember(self._queue.popleft(), "the grammar compiler does not start")
+            self._give_up_all("the grammar compiler does not start")
         self._ask()
 
     def _forget_process(self) -> int:
         process, self._process = self._process, None
-        self._ready, self._received = False, b""
+        self._ready, self._received, self._unwritten = False, b"", memoryview(b"")
         if process is None:
             return 0
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+                pipe.close()
         return process.wait()
 
     def _remember(self, grammar: Grammar, problem: str) -> None:

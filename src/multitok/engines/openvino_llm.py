@@ -19,7 +19,7 @@ import openvino_genai as genai
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
 from multitok.engines.openvino_errors import error_text
 from multitok.engines.openvino_grammar import GrammarGate
-from multitok.engines.openvino_sampling import SAMPLING, generation_config
+from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import Grammar, SamplingParams
@@ -144,6 +144,7 @@ class OpenVINOEngine:
             sampling=SAMPLING,
             grammars=GRAMMARS,
             max_running_requests=config.max_num_seqs,
+            resumable=RESUMABLE if _is_exact(properties) and not config.enable_prefix_caching else [],
         )
         self._unchecked: dict[int, _Unchecked] = {}
         self._grammars = GrammarGate(str(model_path), vocab_size)
@@ -161,8 +162,8 @@ class OpenVINOEngine:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
-        """Take a request; see `Engine.add_request`."""
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+        """Take a request; `resumed` makes no difference here. See `Engine.add_request`."""
         if number in self._live or number in self._unchecked:
             raise ValueError(f"request {number} is in the engine already")
         self._check_prompt(np.frombuffer(input_ids, dtype=np.int32), params)
@@ -231,16 +232,18 @@ class OpenVINOEngine:
     def _start_checked(self) -> list[EngineOutput]:
         """Start the requests whose grammar is good, and return the ends of those whose grammar is not."""
         # With nothing else to do, waiting here keeps the caller from spinning.
-        self._grammars.poll(0.0 if self._pipeline.has_non_finished_requests() else GRAMMAR_WAIT_S)
+        given_up = self._grammars.poll(0.0 if self._pipeline.has_non_finished_requests() else GRAMMAR_WAIT_S)
         ends: list[EngineOutput] = []
         for number, (input_ids, params, grammar) in list(self._unchecked.items()):
-            problem = self._grammars.verdict(grammar)
+            reason = given_up.get(grammar)
+            # To ask for the verdict on one that was given up would ask the compiler again.
+            problem = reason or self._grammars.verdict(grammar)
             if problem is None:
                 continue
             del self._unchecked[number]
             try:
                 if problem:
-                    raise EngineRefusal(400, _grammar_problem(grammar, problem))
+                    raise EngineRefusal(400 if reason is None else 503, _grammar_problem(grammar, problem))
                 self._start(number, input_ids, params)
             except EngineRefusal as refusal:
                 finish = FinishReason("error", status=refusal.status, message=refusal.message)
@@ -302,6 +305,12 @@ class OpenVINOEngine:
         if reason == genai.GenerationFinishReason.LENGTH:
             return FinishReason("length")
         return FinishReason("stop", matched=output_ids[-1] if output_ids else None)
+
+
+def _is_exact(properties: dict[str, Any]) -> bool:
+    """Whether nothing is rounded: ids worked on together, as a prompt, then give what they gave one by one."""
+    precisions = (properties["KV_CACHE_PRECISION"], properties["INFERENCE_PRECISION_HINT"])
+    return precisions == ("f32", "f32") and not properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"]
 
 
 def _grammar_problem(grammar: Grammar, problem: str) -> str:

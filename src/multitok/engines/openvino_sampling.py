@@ -33,6 +33,22 @@ SAMPLING = [
     "grammar",
 ]
 
+# In a greedy request, see `EngineInfo.resumable`. The presence and frequency penalties count output ids only, so they
+# would take the ids of an earlier run for a part of the prompt; the repetition penalty counts both alike. Those that
+# choose among likely ids are out of use in a greedy request.
+RESUMABLE = [
+    "max_new_tokens",
+    "min_new_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+]
+
 
 def generation_config(params: SamplingParams, eos_token_ids: Sequence[int]) -> Any:
     """Return OpenVINO's form of sampling parameters.

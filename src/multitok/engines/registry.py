@@ -47,6 +47,7 @@ def create_engine(
     options: dict[str, str],
     max_running_requests: int | None = None,
     context_length: int | None = None,
+    resume: bool = False,
 ) -> Engine:
     """Load an engine; this takes seconds for a real one.
 
@@ -62,6 +63,9 @@ def create_engine(
         Most requests that it works on at once; None leaves it to the engine.
     context_length : int or None
         A shorter context than the model's; None takes the model's.
+    resume : bool
+        Requests are to be resumed after this process's death: an engine that can do so only without something that
+        makes it faster does without, unless `options` say otherwise.
 
     Raises
     ------
@@ -95,7 +99,7 @@ def create_engine(
 
         return OpenVINOEngine(
             files.model_path,
-            options,
+            {"prefix_caching": "false", **options} if resume else options,
             eos_token_ids=files.eos_token_ids,
             context_length=length,
             vocab_size=files.vocab_size,

@@ -66,13 +66,21 @@ class _Request:
 
     __slots__ = ("finish", "kv_tokens", "number", "output", "position", "prefill_left", "prompt", "top")
 
-    def __init__(self, number: int, prompt: bytes, output: list[int], finish: FinishReason, top: int | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        prompt: bytes,
+        output: list[int],
+        finish: FinishReason,
+        top: int | None = None,
+        position: int = 0,
+    ) -> None:
         self.number = number
         self.prompt = prompt
         self.output = output
         self.finish = finish
         self.top = top
-        self.position = 0
+        self.position = position
         self.prefill_left = len(prompt) // 4
         self.kv_tokens = 0
 
@@ -158,6 +166,8 @@ class SimulatedEngine:
             top_logprobs=TOP_LOGPROBS if task == "generate" else 0,
             max_running_requests=self._max_running,
             embedding_size=embedding_size if task == "embed" else 0,
+            # A replayed text begins anywhere; all else follows from the prompt and the position.
+            resumable=SAMPLING if task == "generate" and replay is None else [],
         )
         self._waiting: dict[int, _Request] = {}
         self._running: dict[int, _Request] = {}
@@ -173,7 +183,7 @@ class SimulatedEngine:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
+    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
         """Take a request and lay out its output; see `Engine.add_request`."""
         if number in self._running or number in self._waiting:
             raise ValueError(f"request {number} is in the engine already")
@@ -181,11 +191,11 @@ class SimulatedEngine:
             raise EngineRefusal(400, "the prompt has no tokens")
         prompt_tokens = len(input_ids) // 4
         if self._info.task == "embed":
-            request = _Request(number, input_ids, [], FinishReason("stop"), None)
+            request = _Request(number, input_ids, [], FinishReason("stop"))
             request.kv_tokens = prompt_tokens
         else:
-            output, finish = self._plan(input_ids, params)
-            request = _Request(number, input_ids, output, finish, params.logprobs)
+            output, finish = self._plan(input_ids, params, resumed)
+            request = _Request(number, input_ids, output, finish, params.logprobs, resumed)
             request.kv_tokens = prompt_tokens + params.max_new_tokens
         if self._kv_tokens is not None and request.kv_tokens > self._kv_tokens:
             raise EngineRefusal(
@@ -281,31 +291,34 @@ class SimulatedEngine:
                 for i, token in enumerate(output.output_ids)
             ]
 
-    def _plan(self, input_ids: bytes, params: SamplingParams) -> tuple[list[int], FinishReason]:
-        """Return all ids that the request will get, and why it will end."""
-        prompt = np.frombuffer(input_ids, dtype=np.int32).tolist()
+    def _plan(self, input_ids: bytes, params: SamplingParams, resumed: int) -> tuple[list[int], FinishReason]:
+        """Return all ids that the request gets, those of an earlier run included, and why it will end."""
+        ids: list[int] = np.frombuffer(input_ids, dtype=np.int32).tolist()
+        prompt, before = ids[: len(ids) - resumed], ids[len(ids) - resumed :]
         if self._fail_on_id is not None and self._fail_on_id in prompt:
             return [], FinishReason("error", status=500, message=f"simulated failure: id {self._fail_on_id} in prompt")
-        limit = params.max_new_tokens
+        limit = resumed + params.max_new_tokens
         if self._source is None:
             source = [token for token in prompt if token not in self._eos] or prompt[:1]
             output = _cycle(source, 0, limit)
         else:
             output = _cycle(self._source, self._requests * self._stride, limit)
+        output[:resumed] = before
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:
             stops |= self._eos
-        least = params.min_new_tokens
-        if least and not stops.isdisjoint(output[:least]):
-            output[:least] = [_other_than(stops, token, self._info.vocab_size) for token in output[:least]]
-        if self._eos_after is not None:
+        least = resumed + params.min_new_tokens
+        early = output[resumed:least]
+        if not stops.isdisjoint(early):
+            output[resumed:least] = [_other_than(stops, token, self._info.vocab_size) for token in early]
+        if self._eos_after is not None and self._eos.isdisjoint(before[self._eos_after - 1 :]):
             # A model that may not end before `min_new_tokens` ends with the next id.
             last = max(self._eos_after, least + 1)
             if last <= limit:
                 output[last - 1] = min(self._eos)
         finish = FinishReason("length")
-        if stops and not stops.isdisjoint(output):
-            last = next(i for i, token in enumerate(output) if token in stops)
+        if stops and not stops.isdisjoint(output[resumed:]):
+            last = next(i for i, token in enumerate(output) if i >= resumed and token in stops)
             finish = FinishReason("stop", matched=output[last])
             del output[last + 1 :]
         if self._fail_after is not None and self._fail_after < len(output):

@@ -7,22 +7,31 @@ import threading
 from collections.abc import Callable
 
 import msgspec
-import zmq
 
 from multitok.config import PortArgs
-from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
+from multitok.ipc.orders import forward_orders
 from multitok.ipc.socket_mapping import SocketMapping
-from multitok.ipc.sockets import bind_pull, connect_push, drain
+from multitok.ipc.sockets import bind_pull, connect_push
 from multitok.messages.codec import FrameDecoder, encode_frame
-from multitok.messages.to_child import OwnerDied, OwnerStarted, Stop
+from multitok.messages.to_child import (
+    LauncherExited,
+    OwnerDied,
+    OwnerStarted,
+    PartDied,
+    PartStarted,
+    Ping,
+    Stop,
+    ToChild,
+    ToItself,
+)
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
-from multitok.messages.to_scheduler import REQUEST_KINDS, Header, Kind
+from multitok.messages.to_scheduler import Header, Kind
+from multitok.messages.to_tokenizer import RankDied, RankStarted
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy, Undelivered
 
 _log = logging.getLogger(__name__)
-# How long the loop waits at most before it says that it goes round.
-_BEAT_MS = 1000
 
 
 class MultiTokenizerRouter:
@@ -48,9 +57,9 @@ class MultiTokenizerRouter:
         self._port_args = port_args
         self._channel = channel
         self._beat = beat
-        self.receive_from_worker = bind_pull(
-            port_args.endpoint(port_args.router_ipc_name), port_args.listen_fds[port_args.router_ipc_name]
-        )
+        self._stopping = False
+        self._endpoint = port_args.endpoint(port_args.router_ipc_name)
+        self.receive_from_worker = bind_pull(self._endpoint, port_args.listen_fds[port_args.router_ipc_name])
         self.send_to_scheduler = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
         control = port_args.endpoint(port_args.control_ipc_name)
         self.recv_from_detokenizer = bind_pull(control, port_args.listen_fds[port_args.control_ipc_name])
@@ -58,7 +67,9 @@ class MultiTokenizerRouter:
         self._to_handle_loop = connect_push(control)
         self.socket_mapping = SocketMapping(port_args)
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
+        self._orders: FrameDecoder[ToChild | ToItself] = FrameDecoder(port_args.start_token, ToChild | ToItself)
         self.live_owners: set[str] = set()
+        self._lives_that_died: dict[int, int] = {}
 
     def run(self) -> None:
         """Serve until the launcher says stop.
@@ -73,32 +84,30 @@ class MultiTokenizerRouter:
         try:
             self.router_worker_obj()
         finally:
-            self._to_handle_loop.send(b"")
+            self._to_handle_loop.send(self._port_args.start_token)
             handle_loop.join(timeout=1)
 
     def router_worker_obj(self) -> None:
         """Forward from the workers to the schedulers, and follow the launcher, until it says stop."""
-        poller = zmq.Poller()
-        poller.register(self.receive_from_worker, zmq.POLLIN)
-        poller.register(self._channel.fileno(), zmq.POLLIN)
+        # The launcher's orders come on the same address, one frame each: a loop that waits for one socket makes two
+        # system calls per message.
+        forward_orders(self._channel, self._endpoint, self._port_args.start_token)
         self._channel.send(Ready())
-        while True:
-            self._beat()
-            for source, _ in poller.poll(_BEAT_MS):
-                if source == self._channel.fileno():
-                    if self._follow_launcher():
-                        return
-                    continue
-                for frames in drain(self.receive_from_worker):
-                    try:
-                        self.send_to_scheduler.send_frames(frames)
-                    except Undelivered as undelivered:
-                        self._refuse(undelivered.headers)
+        while not self._stopping:
+            frames = self.receive_from_worker.recv_multipart()
+            if len(frames) == 1:
+                self._follow(frames[0])
+                continue
+            try:
+                self.send_to_scheduler.send_frames(frames)
+            except Undelivered as undelivered:
+                self._refuse(undelivered)
 
     def handle_loop(self) -> None:
-        """Forward control replies to the workers that they belong to, until an empty message comes."""
-        while frames := self.recv_from_detokenizer.recv_multipart():
-            if frames == [b""]:
+        """Forward control replies to the workers that they belong to, until the main thread says stop."""
+        while True:
+            frames = self.recv_from_detokenizer.recv_multipart()
+            if frames == [self._port_args.start_token]:
                 self.socket_mapping.clear_all_sockets()
                 return
             self.distribute_result_to_workers(frames)
@@ -126,27 +135,48 @@ class MultiTokenizerRouter:
         else:
             self.socket_mapping.send_frames(header.owner, frames[1:])
 
-    def _follow_launcher(self) -> bool:
-        for message in self._channel.receive():
-            if isinstance(message, OwnerStarted):
-                self.live_owners.add(message.address)
-            elif isinstance(message, OwnerDied):
-                self.live_owners.discard(message.address)
-                self._send_to_handle_loop(Header(Kind.CONTROL, 0, message.address))
-            elif isinstance(message, Stop):
-                return True
-        return False
+    def _follow(self, frame: bytes) -> None:
+        if not self._orders.is_ours(frame):
+            return
+        try:
+            order = self._orders.decode(frame)
+        except msgspec.DecodeError as error:
+            _log.error("dropped an order that can't be decoded: %s", error)
+            return
+        match order:
+            case Ping():
+                self._beat()
+            case OwnerStarted():
+                self.live_owners.add(order.address)
+                for rank in self.send_to_scheduler.down:
+                    self._tell(order.address, RankDied(rank=rank, life=self._lives_that_died[rank]))
+            case OwnerDied():
+                self.live_owners.discard(order.address)
+                self._send_to_handle_loop(Header(Kind.CONTROL, 0, order.address))
+            # Only when nothing goes to a rank any more, or goes there again, are the owners told.
+            case PartDied(role="scheduler"):
+                self.send_to_scheduler.rank_died(order.index)
+                self._lives_that_died[order.index] = order.life
+                self._tell_all(RankDied(rank=order.index, life=order.life))
+            case PartStarted(role="scheduler"):
+                self.send_to_scheduler.rank_started(order.index)
+                self._tell_all(RankStarted(rank=order.index))
+            case Stop():
+                self._stopping = True
+            case LauncherExited():
+                raise LauncherGone
 
-    def _refuse(self, headers: list[Header]) -> None:
-        for header in headers:
-            if header.kind in REQUEST_KINDS:
-                refusal = RefusedReq(
-                    number=header.number,
-                    http_worker_ipc=header.owner,
-                    status=503,
-                    message="the scheduler does not take requests at the moment",
-                )
-                self._send_to_handle_loop(header, refusal)
+    def _tell_all(self, message: RankDied | RankStarted) -> None:
+        for owner in self.live_owners:
+            self._tell(owner, message)
 
-    def _send_to_handle_loop(self, *messages: Header | RefusedReq) -> None:
+    def _refuse(self, undelivered: Undelivered) -> None:
+        for header in undelivered.headers:
+            self._tell(header.owner, RefusedReq(number=header.number, status=503, message=undelivered.reason))
+
+    def _tell(self, owner: str | None, message: RankDied | RankStarted | RefusedReq) -> None:
+        message.http_worker_ipc = owner
+        self._send_to_handle_loop(Header(Kind.CONTROL, message.number, owner), message)
+
+    def _send_to_handle_loop(self, *messages: Header | RankDied | RankStarted | RefusedReq) -> None:
         self._to_handle_loop.send_multipart([encode_frame(self._port_args.start_token, m) for m in messages])

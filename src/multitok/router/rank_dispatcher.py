@@ -15,13 +15,15 @@ from multitok.messages.codec import FrameDecoder
 from multitok.messages.to_scheduler import REQUEST_KINDS, Header
 
 _log = logging.getLogger(__name__)
+STUCK = "the scheduler does not take requests at the moment; try again later"
+RESTARTING = "the engine is restarting; try again later"
 
 
 class RoutingPolicy(Protocol):
     """Chooses the rank of a request."""
 
-    def choose(self, header: Header) -> int:
-        """Return a rank."""
+    def choose(self, header: Header, up: Sequence[int]) -> int:
+        """Return one of the ranks that are up, which are in order and at least one."""
         ...
 
 
@@ -38,16 +40,20 @@ class RoundRobinPolicy:
         self._ranks = ranks
         self._last = -1
 
-    def choose(self, header: Header) -> int:
+    def choose(self, header: Header, up: Sequence[int]) -> int:
         """Return the rank that the owner wants, or the next in turn."""
         if header.rank is not None and 0 <= header.rank < self._ranks:
-            return header.rank
-        self._last = (self._last + 1) % self._ranks
+            # Whoever wants the same rank gets the same one, also while it is down.
+            return header.rank if header.rank in up else up[header.rank % len(up)]
+        self._last = next((rank for rank in up if rank > self._last), up[0])
         return self._last
 
 
 class RankDispatcher:
-    """One PUSH socket per rank; hosted by the router, or by the one HTTP process where there is none.
+    """One PUSH socket per rank that is up; hosted by the router, or by the one HTTP process where there is none.
+
+    Nothing waits for a rank that doesn't read: requests to it are refused, and what goes to all ranks leaves it out. It
+    hears of what it missed in the next `LiveReq`.
 
     Parameters
     ----------
@@ -55,12 +61,38 @@ class RankDispatcher:
         Where the schedulers are.
     policy : RoutingPolicy
         Chooses ranks.
+
+    Attributes
+    ----------
+    dropped : int
+        Messages to all ranks that one of them was not sent, because it doesn't read.
     """
 
     def __init__(self, port_args: PortArgs, policy: RoutingPolicy) -> None:
         self._policy = policy
-        self._send_to_scheduler = [connect_push(port_args.endpoint(a)) for a in port_args.scheduler_ipc_names]
+        self._endpoints = [port_args.endpoint(address) for address in port_args.scheduler_ipc_names]
+        self._send_to_scheduler = {rank: connect_push(endpoint) for rank, endpoint in enumerate(self._endpoints)}
+        self._up = list(self._send_to_scheduler)
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
+        self.dropped = 0
+
+    @property
+    def down(self) -> list[int]:
+        """The ranks that are not up."""
+        return [rank for rank in range(len(self._endpoints)) if rank not in self._send_to_scheduler]
+
+    def rank_died(self, rank: int) -> None:
+        """Send nothing to a rank any more; what is still queued is lost, so that its next life gets nothing stale."""
+        socket = self._send_to_scheduler.pop(rank, None)
+        if socket is not None:
+            socket.close()
+            self._up = sorted(self._send_to_scheduler)
+
+    def rank_started(self, rank: int) -> None:
+        """Send to a rank again, whose new life is ready."""
+        if rank not in self._send_to_scheduler and 0 <= rank < len(self._endpoints):
+            self._send_to_scheduler[rank] = connect_push(self._endpoints[rank])
+            self._up = sorted(self._send_to_scheduler)
 
     def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
         """Send header and payload of each child on; what isn't such a pair of this start is dropped, with a log line.
@@ -68,32 +100,44 @@ class RankDispatcher:
         Raises
         ------
         Undelivered
-            Ranks don't read; their requests were not sent.
+            Some requests were not sent; nothing else that was not is worth an error.
         """
         if len(frames) % 2:
             _log.error("dropped a message of %d frames: headers and payloads come in pairs", len(frames))
             return
         per_rank: dict[int, list[bytes | bytearray]] = {}
-        headers: dict[int, list[Header]] = {}
+        requests: dict[int, list[Header]] = {}
+        homeless: list[Header] = []
         for i in range(0, len(frames), 2):
             header = self._header(bytes(frames[i]))
             if header is None:
                 continue
-            ranks = (
-                [self._policy.choose(header)] if header.kind in REQUEST_KINDS else range(len(self._send_to_scheduler))
-            )
-            for rank in ranks:
+            if header.kind not in REQUEST_KINDS:
+                for rank in self._up:
+                    per_rank.setdefault(rank, []).extend(frames[i : i + 2])
+            elif self._up:
+                rank = self._policy.choose(header, self._up)
                 per_rank.setdefault(rank, []).extend(frames[i : i + 2])
-                headers.setdefault(rank, []).append(header)
+                requests.setdefault(rank, []).append(header)
+            else:
+                homeless.append(header)
         undelivered: list[Header] = []
         for rank, rank_frames in per_rank.items():
             try:
                 self._send_to_scheduler[rank].send_multipart(rank_frames, zmq.NOBLOCK)
             except zmq.Again:
-                _log.error("scheduler %d does not read its messages", rank)
-                undelivered += headers[rank]
+                undelivered += requests.get(rank, ())
+                self._count_dropped(rank, len(rank_frames) // 2 - len(requests.get(rank, ())))
+        if homeless:
+            raise Undelivered(homeless, RESTARTING)
         if undelivered:
-            raise Undelivered(undelivered)
+            raise Undelivered(undelivered, STUCK)
+
+    def _count_dropped(self, rank: int, messages: int) -> None:
+        before, self.dropped = self.dropped, self.dropped + messages
+        # The 1st, 2nd, 4th, 8th, ...
+        if before.bit_length() != self.dropped.bit_length():
+            _log.error("scheduler %d does not read its messages; dropped %d so far", rank, self.dropped)
 
     def _header(self, frame: bytes) -> Header | None:
         if not self._headers.is_ours(frame):
@@ -106,14 +150,17 @@ class RankDispatcher:
 
 
 class Undelivered(zmq.Again):
-    """Some children of a message could not be sent.
+    """Some requests of a message could not be sent.
 
     Attributes
     ----------
     headers : list of Header
         Theirs.
+    reason : str
+        Why, in words meant for the client.
     """
 
-    def __init__(self, headers: list[Header]) -> None:
+    def __init__(self, headers: list[Header], reason: str) -> None:
         super().__init__()
         self.headers = headers
+        self.reason = reason

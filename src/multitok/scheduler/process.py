@@ -48,6 +48,7 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
             options=parse_engine_args(server_args.engine_arg),
             max_running_requests=server_args.max_running_requests,
             context_length=server_args.context_length,
+            resume=server_args.resume_generation,
         )
     except ValueError as error:
         raise ModelError(str(error)) from error

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
-from multitok.messages.to_detokenizer import TimeStats
+from multitok.engines.base import EngineOutput, params_left
+from multitok.messages.sampling import SamplingParams
+from multitok.messages.to_detokenizer import TimeStats, TokenLogprobs
 from multitok.messages.to_scheduler import DecodeParams, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+
+RequestMessage = TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+_EMBEDDING_PARAMS = SamplingParams(max_new_tokens=1)
 
 
 class ScheduledRequest:
@@ -25,45 +31,114 @@ class ScheduledRequest:
         Prompt ids.
     output_ids : array of int32
         All ids so far: what a replaced detokenizer or owner is missing can be sent again.
+    resumed, text_length : int
+        How many of them an earlier life of the scheduler made, and how much of their text the owner has.
     decode_params : DecodeParams or None
         Not yet sent; None once they were.
-    received, admitted, first_token : float
+    received, admitted, first_token, finished : float
         Moments, seconds of CLOCK_MONOTONIC.
+    must_begin, must_end : float
+        Its deadlines, likewise; infinite where there are none.
+    is_over : bool
+        It neither waits nor runs any more.
+    last : EngineOutput or None
+        What its last row said, once that has been sent.
+    cached_tokens : int
+        Prompt ids found in the engine's cache.
+    logprobs, top_logprobs : list
+        Of all ids that this life made, where the request asked for them.
     """
 
     __slots__ = (
         "admitted",
+        "cached_tokens",
         "decode_params",
         "destination",
+        "finished",
         "first_token",
+        "is_over",
+        "last",
+        "logprobs",
         "message",
+        "must_begin",
+        "must_end",
         "number",
         "output_ids",
         "owner",
         "prompt_tokens",
         "received",
+        "resumed",
+        "text_length",
+        "top_logprobs",
     )
 
-    def __init__(
-        self,
-        message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput,
-        owner: str,
-        destination: str,
-        received: float,
-    ) -> None:
+    def __init__(self, message: RequestMessage, owner: str, destination: str, received: float) -> None:
         self.message = message
         self.number = message.number
         self.owner = owner
         self.destination = destination
         self.prompt_tokens = len(message.input_ids) // 4
         self.output_ids: array[int] = array("i")
-        self.decode_params: DecodeParams | None = (
-            message.decode_params if isinstance(message, TokenizedGenerateReqInput) else None
-        )
+        self.decode_params: DecodeParams | None = None
+        self.text_length = 0
+        if isinstance(message, TokenizedGenerateReqInput):
+            self.decode_params = message.decode_params
+            self.output_ids.frombytes(message.resumed_ids)
+            self.text_length = message.text_length
+        self.resumed = len(self.output_ids)
         self.received = received
         self.admitted = 0.0
         self.first_token = 0.0
+        self.finished = 0.0
+        self.must_begin = _deadline(received, message.queue_timeout)
+        self.must_end = _deadline(received, message.timeout)
+        self.is_over = False
+        self.last: EngineOutput | None = None
+        self.cached_tokens = 0
+        self.logprobs: list[float] | None = None
+        self.top_logprobs: list[TokenLogprobs] | None = None
+
+    @property
+    def token_limit(self) -> int:
+        """Most ids that it holds in the engine, prompt and output."""
+        return token_limit(self.message)
+
+    def engine_input(self) -> tuple[bytes, SamplingParams]:
+        """Return the ids that the engine begins with, and what is left of its parameters after them."""
+        if not isinstance(self.message, TokenizedGenerateReqInput):
+            return self.message.input_ids, _EMBEDDING_PARAMS
+        if not self.resumed:
+            return self.message.input_ids, self.message.sampling_params
+        return self.message.input_ids + self.message.resumed_ids, params_left(
+            self.message.sampling_params, self.resumed
+        )
+
+    def keep_logprobs(self, output: EngineOutput) -> None:
+        """Keep the log probabilities of new ids, for sending them again."""
+        if output.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs.extend(output.logprobs)
+        if output.top_logprobs is not None:
+            self.top_logprobs = self.top_logprobs or []
+            self.top_logprobs.extend(output.top_logprobs)
+
+    def has_been_heard_of(self) -> bool:
+        """Whether a row of it has been sent."""
+        return self.last is not None or (
+            self.decode_params is None and isinstance(self.message, TokenizedGenerateReqInput)
+        )
 
     def time_stats(self, finished: float) -> TimeStats:
         """Return the moments of its life."""
         return TimeStats(self.received, self.admitted, self.first_token, finished)
+
+
+def token_limit(message: RequestMessage) -> int:
+    """Return the most ids that a request holds in the engine, prompt and output."""
+    prompt = len(message.input_ids) // 4
+    return prompt + message.sampling_params.max_new_tokens if isinstance(message, TokenizedGenerateReqInput) else prompt
+
+
+def _deadline(received: float, seconds: float | None) -> float:
+    # In this order a NaN, which no heap could hold, is 0.
+    return math.inf if seconds is None else received + max(0.0, seconds)

@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Protocol
 
 import msgspec
-import numpy
 import zmq
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.base import Engine, EngineOutput, EngineRefusal
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.ipc.socket_mapping import SocketMapping
-from multitok.ipc.sockets import bind_pull, drain
+from multitok.ipc.sockets import bind_pull, readable
 from multitok.messages.base import BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder, encode_frame
-from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_child import OwnerDied, Stop
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
 from multitok.messages.to_scheduler import (
+    REQUEST_KINDS,
     AbortReq,
     AckReq,
     GetInternalStateReq,
     Header,
     Kind,
+    LiveReq,
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     ToScheduler,
 )
-from multitok.messages.to_tokenizer import GetInternalStateReqOutput
-from multitok.scheduler.admission import WaitingQueue
-from multitok.scheduler.request import ScheduledRequest
+from multitok.messages.to_tokenizer import GetInternalStateReqOutput, LiveReqOutput
+from multitok.scheduler.request import RequestMessage, ScheduledRequest
+from multitok.scheduler.request_table import RequestTable
+from multitok.scheduler.resend import missing_of, rebuilding_batches
 from multitok.scheduler.step_output import Row, embedding_batch, token_batch
+from multitok.scheduler.validation import problem_of
 
 _log = logging.getLogger(__name__)
-_EMBEDDING_PARAMS = SamplingParams(max_new_tokens=1)
 # How long an idle loop waits at most before it says that it goes round.
 _BEAT_MS = 1000
+# How long messages may keep the engine from its next step, and how many may be in hand.
+_TURN_S = 0.005
+_MOST_UNHANDLED = 4096
 
 
 class LoadSlot(Protocol):
@@ -86,6 +91,7 @@ class Scheduler:
     ) -> None:
         self._port_args = port_args
         self._rank = port_args.index
+        self._life = port_args.life
         self._channel = channel
         self._engine = engine
         self._slot = slot
@@ -93,18 +99,15 @@ class Scheduler:
         self._step_timeout = server_args.step_timeout
         address = port_args.scheduler_ipc_names[self._rank]
         self._receive = bind_pull(port_args.endpoint(address), port_args.listen_fds[address])
+        # Received, but not yet looked at: a header and a payload each.
+        self._unhandled: deque[tuple[bytes, bytes]] = deque()
         self._mapping = SocketMapping(port_args)
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self._payloads: FrameDecoder[ToScheduler] = FrameDecoder(port_args.start_token, ToScheduler)
-        self._waiting = WaitingQueue()
-        self._running: dict[int, ScheduledRequest] = {}
-        # Ended, but the owner has not said that it knows.
-        self._unacknowledged: dict[int, ScheduledRequest] = {}
-        self._numbers_by_rid: dict[str, int] = {}
-        self._dead_owners: set[str] = set()
         limit = engine.info.max_running_requests
-        self._max_running = min(limit, server_args.max_running_requests or limit)
-        self._max_admitted = self._max_running + server_args.max_queued_requests
+        self._table = RequestTable(server_args, min(limit, server_args.max_running_requests or limit))
+        self._admit_early = server_args.max_queued_tokens is not None
+        self._dead_owners: set[str] = set()
         self._stopping = False
 
     def event_loop(self) -> None:
@@ -119,15 +122,18 @@ class Scheduler:
         poller.register(self._receive, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         self._channel.send(Ready(msgspec.msgpack.encode(self._engine.info)))
+        table = self._table
         while not self._stopping:
-            busy = bool(self._waiting) or self._engine.has_unfinished()
+            # Without a live request there is no deadline either, so nothing else has to wake an idle loop.
+            busy = bool(self._unhandled) or bool(table.waiting) or self._engine.has_unfinished()
             self._slot.beat(self._step_timeout if busy else self._hang_timeout)
             for source, _ in poller.poll(0 if busy else _BEAT_MS):
                 if source == self._channel.fileno():
                     self._follow_launcher()
                 else:
-                    for frames in drain(self._receive):
-                        self._handle_message(frames)
+                    self._receive_messages()
+            self._handle_messages()
+            self._end_overdue()
             self._admit()
             if self._engine.has_unfinished():
                 if not busy:
@@ -138,7 +144,7 @@ class Scheduler:
                     self._fail_all("the engine failed")
                     raise
                 self._emit(outputs)
-            self._slot.publish_load(len(self._running), len(self._waiting))
+            self._slot.publish_load(len(table.running), len(table.waiting), table.waiting.tokens)
 
     # Messages
 
@@ -149,19 +155,33 @@ class Scheduler:
             elif isinstance(message, Stop):
                 self._stopping = True
 
-    def _handle_message(self, frames: list[bytes]) -> None:
-        for i in range(0, len(frames) - 1, 2):
-            if not (self._headers.is_ours(frames[i]) and self._payloads.is_ours(frames[i + 1])):
-                continue
-            try:
-                header = self._headers.decode(frames[i])
-            except msgspec.DecodeError as error:
-                _log.error("dropped a message whose header can't be decoded: %s", error)
-                continue
-            try:
-                self._handle(self._payloads.decode(frames[i + 1]), header)
-            except msgspec.DecodeError as error:
-                _log.error("request %d can't be decoded: %s", header.number, error)
+    def _receive_messages(self) -> None:
+        # What is not yet looked at bounds what is taken in: the rest waits in the socket, whose other end has a limit.
+        while len(self._unhandled) < _MOST_UNHANDLED and readable(self._receive):
+            frames = self._receive.recv_multipart(zmq.NOBLOCK)
+            self._unhandled.extend(zip(frames[::2], frames[1::2], strict=False))
+
+    def _handle_messages(self) -> None:
+        """Handle messages for a limited time, so that no flood of them keeps the engine from its next step."""
+        until = time.monotonic() + _TURN_S
+        while self._unhandled:
+            self._handle_frames(*self._unhandled.popleft())
+            if time.monotonic() > until:
+                return
+
+    def _handle_frames(self, header_frame: bytes, payload: bytes) -> None:
+        if not (self._headers.is_ours(header_frame) and self._payloads.is_ours(payload)):
+            return
+        try:
+            header = self._headers.decode(header_frame)
+        except msgspec.DecodeError as error:
+            _log.error("dropped a message whose header can't be decoded: %s", error)
+            return
+        try:
+            self._handle(self._payloads.decode(payload), header)
+        except msgspec.DecodeError as error:
+            _log.error("request %d can't be decoded: %s", header.number, error)
+            if header.kind in REQUEST_KINDS:
                 self._refuse(header, 500, "the request could not be decoded")
 
     def _handle(self, message: ToScheduler, header: Header) -> None:
@@ -170,54 +190,59 @@ class Scheduler:
                 self._take(message, header)
             case AckReq():
                 for number in message.numbers:
-                    self._unacknowledged.pop(number, None)
+                    self._table.acknowledge(number)
             case AbortReq():
                 self._abort(message)
             case GetInternalStateReq():
                 self._reply(message, self._internal_state(message.number))
+            case LiveReq():
+                self._compare(message)
 
-    def _take(self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput, header: Header) -> None:
+    def _take(self, message: RequestMessage, header: Header) -> None:
         number, owner = message.number, message.http_worker_ipc
         if owner is None:
             self._mapping.without_owner += 1
             _log.error("request %d has no owner; dropped", number)
             return
-        if owner in self._dead_owners or any(
-            number in known for known in (self._running, self._waiting, self._unacknowledged)
-        ):
+        if owner in self._dead_owners or self._table.find(number) is not None:
             return
-        if (refusal := self._reason_to_refuse(message)) is not None:
+        problem = problem_of(message, self._engine.info)
+        if problem is not None:
+            self._refuse(header, 400, problem)
+            return
+        if self._admit_early:
+            # So that the ids of those that came just before, and need not wait, don't count as waiting.
+            self._admit()
+        if (refusal := self._table.reason_to_refuse(message)) is not None:
             self._refuse(header, *refusal)
             return
         request = ScheduledRequest(message, owner, self._destination(header), time.monotonic())
-        if message.rid is not None:
-            self._numbers_by_rid[message.rid] = number
-        self._waiting.push(request)
+        self._table.add(request)
+        if isinstance(message, TokenizedGenerateReqInput) and request.resumed >= message.sampling_params.max_new_tokens:
+            # Its last id was made, but the engine that made it did not live to say so.
+            self._end_early([request], FinishReason("length"))
 
-    def _reason_to_refuse(
-        self, message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
-    ) -> tuple[int, str] | None:
-        info = self._engine.info
-        task = "generate" if isinstance(message, TokenizedGenerateReqInput) else "embed"
-        if task != info.task:
-            return 400, f"the model does not {task}"
-        if message.rid is not None and message.rid in self._numbers_by_rid:
-            return 400, f"a request with the id {message.rid!r} is running already"
-        if len(message.input_ids) % 4:
-            return 400, "the prompt's ids are cut"
-        ids = numpy.frombuffer(message.input_ids, numpy.int32)
-        if not len(ids):
-            return 400, "the prompt is empty"
-        if ids.min() < 0 or ids.max() >= info.vocab_size:
-            return 400, f"the prompt has ids outside the vocabulary of {info.vocab_size}"
-        longest = len(ids)
-        if isinstance(message, TokenizedGenerateReqInput):
-            longest += message.sampling_params.max_new_tokens
-        if longest > info.context_length:
-            return 400, f"prompt and output of {longest} tokens exceed the context of {info.context_length}"
-        if len(self._waiting) + len(self._running) >= self._max_admitted:
-            return 503, "too many requests are waiting; try again later"
-        return None
+    def _compare(self, live: LiveReq) -> None:
+        """End what its owner doesn't wait for, send it again what it lacks, and say what there is."""
+        owner, table = live.http_worker_ipc, self._table
+        if owner is None or owner in self._dead_owners:
+            return
+        if not len(live.numbers) == len(live.token_counts) == len(live.text_lengths):
+            _log.error("dropped a list of live requests of %s, whose columns disagree", owner)
+            return
+        listed = set(live.numbers)
+        self._end_early(
+            [request for request in table.live() if request.owner == owner and request.number not in listed],
+            FinishReason("abort"),
+            acknowledged=True,
+        )
+        for request in [*table.unacknowledged.values()]:
+            if request.owner == owner and request.number not in listed:
+                table.acknowledge(request.number)
+        for destination, batch in rebuilding_batches(missing_of(live, table), self._rank, self._life):
+            self._mapping.send_output(destination, batch)
+        known = [number for number in live.numbers if table.find(number) is not None]
+        self._reply(live, LiveReqOutput(number=live.number, http_worker_ipc=owner, rank=self._rank, known=known))
 
     def _destination(self, header: Header) -> str:
         detokenizers = self._port_args.detokenizer_ipc_names
@@ -243,97 +268,110 @@ class Scheduler:
         return GetInternalStateReqOutput(
             number=number,
             rank=self._rank,
-            running=len(self._running),
-            queued=len(self._waiting),
-            unacknowledged=len(self._unacknowledged),
+            running=len(self._table.running),
+            queued=len(self._table.waiting),
+            unacknowledged=len(self._table.unacknowledged),
             kv_used=self._engine.load().kv_used,
         )
 
     # Ends
 
     def _abort(self, message: AbortReq) -> None:
-        known = [*self._running.values(), *self._waiting]
+        aborted = FinishReason("abort")
         if message.abort_all:
-            self._end_aborted([request.number for request in known])
+            self._end_early([*self._table.live()], aborted)
         elif message.rid is not None:
-            self._end_aborted([r.number for r in known if message.rid in (r.message.rid, r.message.group)])
+            self._end_early(self._table.named(message.rid), aborted)
         else:
-            self._unacknowledged.pop(message.number, None)
-            self._end_aborted([message.number])
+            self._table.acknowledge(message.number)
+            request = self._table.find_live(message.number)
+            if request is not None:
+                self._end_early([request], aborted, acknowledged=True)
+
+    def _end_overdue(self) -> None:
+        for request in self._table.overdue():
+            message = request.message
+            if time.monotonic() < request.must_end:
+                self._refuse_waiting(
+                    request, 503, f"the request waited for more than {message.queue_timeout:g} seconds"
+                )
+            else:
+                words = f"the request took longer than its limit of {message.timeout:g} seconds"
+                self._end_early([request], FinishReason("error", None, 504, words))
 
     def _fail_all(self, message: str) -> None:
         finish = FinishReason("error", None, 500, message)
-        requests = [*self._running.values(), *(self._waiting.pop() for _ in range(len(self._waiting)))]
-        self._send([(request, EngineOutput(request.number, [], finish)) for request in requests])
+        self._send([(request, EngineOutput(request.number, [], finish)) for request in self._table.live()])
 
-    def _end_aborted(self, numbers: list[int]) -> None:
-        """End requests, and give the last word on them to whoever holds their state."""
-        rows: list[Row] = []
-        for number in numbers:
-            request = self._waiting.remove(number) or self._running.pop(number, None)
-            if request is None:
-                continue
+    def _end_early(self, requests: list[ScheduledRequest], finish: FinishReason, *, acknowledged: bool = False) -> None:
+        """End requests, and give the last word on them to whoever holds their state.
+
+        Parameters
+        ----------
+        requests : list of ScheduledRequest
+            Live ones.
+        finish : FinishReason
+            Why.
+        acknowledged : bool
+            Their owner knows: it has asked for it, or is dead.
+        """
+        for request in requests:
             if request.admitted:
-                self._engine.abort(number)
-            self._forget_rid(request)
-            rows.append((request, EngineOutput(number, [], FinishReason("abort"))))
-        self._send(rows)
+                self._engine.abort(request.number)
+            self._table.end(request, acknowledged=acknowledged)
+        self._send([(request, EngineOutput(request.number, [], finish)) for request in requests])
 
     def _forget_owner(self, address: str) -> None:
         self._dead_owners.add(address)
-        self._end_aborted([r.number for r in [*self._running.values(), *self._waiting] if r.owner == address])
-        for number in [n for n, r in self._unacknowledged.items() if r.owner == address]:
-            del self._unacknowledged[number]
+        table = self._table
+        self._end_early(
+            [request for request in table.live() if request.owner == address],
+            FinishReason("abort"),
+            acknowledged=True,
+        )
+        for number in [n for n, r in table.unacknowledged.items() if r.owner == address]:
+            table.acknowledge(number)
         self._mapping.drop(address)
-
-    def _forget_rid(self, request: ScheduledRequest) -> None:
-        rid = request.message.rid
-        if rid is not None and self._numbers_by_rid.get(rid) == request.number:
-            del self._numbers_by_rid[rid]
 
     # Steps
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
-            request = self._waiting.pop()
-            message = request.message
-            params = message.sampling_params if isinstance(message, TokenizedGenerateReqInput) else _EMBEDDING_PARAMS
+        while self._table.may_begin:
+            request = self._table.begin_next()
+            ids, params = request.engine_input()
             try:
-                self._engine.add_request(request.number, message.input_ids, params)
+                self._engine.add_request(request.number, ids, params, resumed=request.resumed)
             except EngineRefusal as refusal:
                 self._refuse_waiting(request, refusal.status, refusal.message)
-                continue
             except Exception:
                 _log.exception("the engine could not take request %d", request.number)
                 self._refuse_waiting(request, 500, "the engine could not take the request")
-                continue
-            request.admitted = time.monotonic()
-            self._running[request.number] = request
 
     def _refuse_waiting(self, request: ScheduledRequest, status: int, message: str) -> None:
-        self._forget_rid(request)
+        self._table.end(request, acknowledged=True)
         refusal = RefusedReq(number=request.number, http_worker_ipc=request.owner, status=status, message=message)
         self._mapping.send_output(request.destination, refusal)
 
     def _emit(self, outputs: list[EngineOutput]) -> None:
         rows: list[Row] = []
         for output in outputs:
-            request = self._running.get(output.number)
+            request = self._table.running.get(output.number)
             if request is None:
                 _log.error("the engine made output for request %d, which does not run", output.number)
                 continue
             rows.append((request, output))
             if output.finish is not None:
-                del self._running[output.number]
-                self._forget_rid(request)
-                self._unacknowledged[output.number] = request
+                self._table.end(request, acknowledged=False)
         self._send(rows)
 
     def _send(self, rows: list[Row]) -> None:
         by_destination: dict[str, list[Row]] = {}
         for row in rows:
             by_destination.setdefault(row[0].destination, []).append(row)
-        make_batch = token_batch if self._engine.info.task == "generate" else embedding_batch
+        generates = self._engine.info.task == "generate"
         now = time.monotonic()
         for destination, its_rows in by_destination.items():
-            self._mapping.send_output(destination, make_batch(its_rows, self._rank, now))
+            if generates:
+                self._mapping.send_output(destination, token_batch(its_rows, self._rank, self._life, now))
+            else:
+                self._mapping.send_output(destination, embedding_batch(its_rows, self._rank, now))

@@ -12,15 +12,15 @@ from multitok.scheduler.request import ScheduledRequest
 Row = tuple[ScheduledRequest, EngineOutput]
 
 
-def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
+def token_batch(rows: list[Row], rank: int, life: int, now: float) -> BatchTokenIDOutput:
     """Return the columns of one destination, in canonical form, and add the new ids to their requests.
 
     Parameters
     ----------
     rows : list of Row
         Requests with what the step made for them; at least one.
-    rank : int
-        The scheduler.
+    rank, life : int
+        The scheduler, and which life of it.
     now : float
         Seconds of CLOCK_MONOTONIC.
     """
@@ -46,6 +46,7 @@ def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
             finishing = True
         if output.logprobs is not None:
             extras.output_token_logprobs = []
+            request.keep_logprobs(output)
         if output.top_logprobs is not None:
             extras.output_top_logprobs = []
     batch = BatchTokenIDOutput(
@@ -55,15 +56,13 @@ def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
         first_indexes=first_indexes,
         output_lengths=None if lengths.count(1) == len(lengths) else lengths,
         rank=rank,
+        life=life,
     )
     if starting:
-        batch.decode_params = [request.decode_params for request, _ in rows]
-        for request, _ in rows:
-            request.decode_params = None
+        _add_beginnings(batch, rows, extras)
     # Not only at the end: a stop string, found later on the way, ends a request too.
     if starting or finishing:
-        cached = [output.cached_tokens or (None if output.finish is None else 0) for _, output in rows]
-        batch.cached_tokens = None if cached.count(None) == len(cached) else cached
+        batch.cached_tokens = _cached_tokens(rows)
     if finishing:
         _add_ends(batch, rows, extras, now)
     if extras.output_token_logprobs is not None:
@@ -75,6 +74,29 @@ def token_batch(rows: list[Row], rank: int, now: float) -> BatchTokenIDOutput:
     return batch
 
 
+def _add_beginnings(batch: BatchTokenIDOutput, rows: list[Row], extras: OutputExtras) -> None:
+    batch.decode_params = [request.decode_params for request, _ in rows]
+    resumed = [request.resumed > 0 and request.decode_params is not None for request, _ in rows]
+    if any(resumed):
+        extras.decode_ids = [
+            r.output_ids[: r.resumed].tobytes() if x else None for (r, _), x in zip(rows, resumed, strict=True)
+        ]
+        extras.read_offsets = [r.text_length if x else None for (r, _), x in zip(rows, resumed, strict=True)]
+        batch.extras = extras
+    for request, _ in rows:
+        request.decode_params = None
+
+
+def _cached_tokens(rows: list[Row]) -> list[int | None] | None:
+    cached: list[int | None] = []
+    for request, output in rows:
+        if output.cached_tokens:
+            # What a resumed request had generated was a part of the engine's prompt, but is none of the user's.
+            request.cached_tokens = min(output.cached_tokens, request.prompt_tokens)
+        cached.append(min(output.cached_tokens, request.prompt_tokens) or (None if output.finish is None else 0))
+    return None if cached.count(None) == len(cached) else cached
+
+
 def _add_ends(batch: BatchTokenIDOutput, rows: list[Row], extras: OutputExtras, now: float) -> None:
     ended = [output.finish is not None for _, output in rows]
     batch.finished_reasons = [output.finish for _, output in rows]
@@ -82,11 +104,27 @@ def _add_ends(batch: BatchTokenIDOutput, rows: list[Row], extras: OutputExtras, 
     batch.completion_tokens = [len(r.output_ids) if end else None for (r, _), end in zip(rows, ended, strict=True)]
     extras.time_stats = [r.time_stats(now) if end else None for (r, _), end in zip(rows, ended, strict=True)]
     batch.extras = extras
+    for request, output in rows:
+        if output.finish is not None:
+            request.last, request.finished = output, now
 
 
-def embedding_batch(rows: list[Row], rank: int, now: float) -> BatchEmbeddingOutput:
-    """Return the embeddings of one destination as columns; every row of an embedding request is its last."""
+def embedding_batch(rows: list[Row], rank: int, now: float | None) -> BatchEmbeddingOutput:
+    """Return the embeddings of one destination as columns; every row of an embedding request is its last.
+
+    Parameters
+    ----------
+    rows : list of Row
+        Requests with what the step made for them, or with their last words, to be said once more.
+    rank : int
+        The scheduler.
+    now : float or None
+        Seconds of CLOCK_MONOTONIC; None when they ended earlier.
+    """
     embeddings = [output.embedding for _, output in rows]
+    if now is not None:
+        for request, output in rows:
+            request.last, request.finished = output, now
     return BatchEmbeddingOutput(
         numbers=[request.number for request, _ in rows],
         http_worker_ipcs=[request.owner for request, _ in rows],
@@ -94,5 +132,5 @@ def embedding_batch(rows: list[Row], rank: int, now: float) -> BatchEmbeddingOut
         finished_reasons=[output.finish or FinishReason("stop") for _, output in rows],
         prompt_tokens=[request.prompt_tokens for request, _ in rows],
         rank=rank,
-        extras=OutputExtras(time_stats=[request.time_stats(now) for request, _ in rows]),
+        extras=OutputExtras(time_stats=[request.time_stats(request.finished) for request, _ in rows]),
     )

@@ -311,7 +311,8 @@ class ResultReceiver:
         """Let the scheduler forget a request; one that a stop string has ended still runs there."""
         if isinstance(finish.matched, str) or finish.type == "error":
             self._say(AbortReq(number=number))
-        elif finish.type != "abort":
+        else:
+            # An abort, too: the scheduler keeps the end of one that this owner did not ask for.
             self._ended.append(number)
             if len(self._ended) >= _ACK_BATCH:
                 self._acknowledge()
