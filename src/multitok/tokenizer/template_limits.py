@@ -21,9 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from multitok.tokenizer.errors import ChatTemplateError
 from multitok.tokenizer.template_sizes import (
-    MOST_CHARACTERS,
+    CHECKED_FILTERS,
     TooMuch,
     check_filter,
+    check_list,
     check_method,
     check_operator,
     check_printable,
@@ -36,6 +37,9 @@ FUEL = 1_000_000
 INLINE_SECONDS = 0.02
 MOST_SECONDS = 5.0
 _STEPS_PER_LOOK = 16
+_ROUND = "a round"
+# Of everything that is made on the way: a body's text comes by a few times.
+_MOST_CHARACTERS_IN_ALL = 256 * 1024 * 1024
 
 
 class TemplateTooLarge(ChatTemplateError):
@@ -50,15 +54,23 @@ class _OutOfTime(jinja2.TemplateError):
     pass
 
 
-class _Meter(threading.local):
-    """What the rendering in this thread has used; outside of any there is no end, as when constants are worked out."""
+class _Meter:
+    """What one rendering has used."""
 
-    end = float("inf")
-    steps = 0
-    characters = 0
+    __slots__ = ("characters", "end", "steps")
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+        self.steps = 0
+        self.characters = 0
 
 
-_meter = _Meter()
+class _Current(threading.local):
+    # Outside of any rendering, as when constants are worked out, time has no end.
+    meter = _Meter(float("inf"))
+
+
+_current = _Current()
 
 
 @contextmanager
@@ -70,8 +82,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     TemplateTooLarge
         It makes too much, or its time is up.
     """
-    outer = _meter.end
-    _meter.end, _meter.characters = min(outer, time.monotonic() + seconds), 0
+    outer = _current.meter
+    _current.meter = _Meter(min(outer.end, time.monotonic() + seconds))
     try:
         yield
     except _OutOfTime as error:
@@ -79,30 +91,53 @@ def time_limit(seconds: float) -> Iterator[None]:
     except TooMuch as error:
         raise TemplateTooLarge(str(error)) from None
     finally:
-        _meter.end, _meter.characters = outer, 0
+        _current.meter = outer
 
 
-def step(characters: int = 0) -> None:
-    """Count a step, and the text that it makes. Compiled templates call this too."""
-    _meter.steps += 1
-    if _meter.steps % _STEPS_PER_LOOK == 0 and time.monotonic() > _meter.end:
+def _step(characters: int = 0) -> None:
+    """Count a step, and the text that it makes."""
+    meter = _current.meter
+    meter.steps += 1
+    if meter.steps % _STEPS_PER_LOOK == 0 and time.monotonic() > meter.end:
         raise _OutOfTime("the chat template takes too long")
-    _meter.characters += characters
-    if _meter.characters > MOST_CHARACTERS:
-        raise TooMuch(f"the chat template makes more than {MOST_CHARACTERS} characters")
+    meter.characters += characters
+    if meter.characters > _MOST_CHARACTERS_IN_ALL:
+        raise TooMuch(f"the chat template makes more than {_MOST_CHARACTERS_IN_ALL} characters")
 
 
-def concatenate(*values: Any) -> str:
-    """Do what ``~`` does; compiled templates call this."""
+# The next three are filters, since calls of filters cost the least, with names that templates don't use.
+
+
+@jinja2.pass_context
+def _round(context: Context, characters: int) -> None:
+    """Begin a round of a loop."""
+    # By way of `map` a template can call this after all.
+    _step(abs(characters))
+
+
+def _concatenate(*values: Any) -> str:
+    """Do what ``~`` does."""
     texts = [text_of(value) for value in values]
-    step(sum(map(len, texts)))
+    _step(sum(map(len, texts)))
     return "".join(texts)
+
+
+def _add(first: Any, *others: Any) -> Any:
+    """Do what ``+`` does."""
+    result = first
+    for other in others:
+        result = result + other
+    if isinstance(result, str):
+        _step(len(result))
+    elif isinstance(result, list | tuple):
+        check_list(result)
+    return result
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with bounds; compile with `compile_bounded`."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=_output, **options)
@@ -112,38 +147,37 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def compile_bounded(self, tree: nodes.Template) -> jinja2.Template:
         """Compile a parsed template, which is changed."""
         self.filters = {
-            name: filter_ if hasattr(filter_, "is_bounded") else _bounded(name, filter_)
-            for name, filter_ in self.filters.items()
+            **{name: _bounded(name, filter_) for name, filter_ in self.filters.items()},
+            **{_ROUND: _round, "~": _concatenate, "+": _add},
         }
-        _count_rounds(tree)
+        for loop in tree.find_all(nodes.For):
+            fixed = sum(len(data.data) for data in loop.find_all(nodes.TemplateData))
+            loop.body.insert(0, nodes.ExprStmt(_filter(_ROUND, [nodes.Const(fixed)]), lineno=loop.lineno))
+        _replace_operators(tree)
         return self.from_string(tree)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Do ``+``, ``*``, ``**`` or ``%``."""
+        """Do ``*``, ``**`` or ``%``."""
         check_operator(operator, left, right)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, str):
-            step(len(result))
+            _step(len(result))
         return result
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, method or macro."""
-        if function is step or function is concatenate:
-            return function(*args)
-        step()
         check_method(function, args, kwargs)
         result = super().call(context, function, *args, **kwargs)
-        if isinstance(result, str):
-            step(len(result))
+        _step(len(result) if isinstance(result, str) else 0)
         return result
 
 
 def _output(value: Any) -> Any:
     """Take what is about to be printed."""
     if isinstance(value, str):
-        step(len(value))
+        _step(len(value))
     else:
-        step()
+        _step()
         check_printable(value)
     return value
 
@@ -151,29 +185,20 @@ def _output(value: Any) -> Any:
 def _bounded(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     # Some take the context or the environment first.
     place = 1 if hasattr(filter_, "jinja_pass_arg") else 0
+    checked = name in CHECKED_FILTERS
 
     @functools.wraps(filter_)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        step()
-        check_filter(name, args[place:], kwargs)
+        if checked:
+            check_filter(name, args[place:], kwargs)
         result = filter_(*args, **kwargs)
-        if isinstance(result, str):
-            step(len(result))
+        _step(len(result) if isinstance(result, str) else 0)
         return result
 
-    bounded.is_bounded = True  # type: ignore[attr-defined]
     return bounded
 
 
-def _count_rounds(tree: nodes.Template) -> None:
-    """Let each round of a loop count with the text that stands in it, and ``~`` with what it makes."""
-    for loop in tree.find_all(nodes.For):
-        fixed = sum(len(data.data) for data in loop.find_all(nodes.TemplateData))
-        loop.body.insert(0, nodes.ExprStmt(_call(step, [nodes.Const(fixed)]), lineno=loop.lineno))
-    _replace_concatenations(tree)
-
-
-def _replace_concatenations(node: nodes.Node) -> None:
+def _replace_operators(node: nodes.Node) -> None:
     for name, value in node.iter_fields():
         if isinstance(value, list):
             value[:] = [_replaced(item) for item in value]
@@ -184,10 +209,22 @@ def _replace_concatenations(node: nodes.Node) -> None:
 def _replaced(value: Any) -> Any:
     if not isinstance(value, nodes.Node):
         return value
-    _replace_concatenations(value)
-    return _call(concatenate, value.nodes, value.lineno) if isinstance(value, nodes.Concat) else value
+    operator = "~" if isinstance(value, nodes.Concat) else "+" if isinstance(value, nodes.Add) else None
+    operands = _operands(value) if isinstance(value, nodes.Add) else getattr(value, "nodes", [])
+    if operator is None:
+        _replace_operators(value)
+        return value
+    return _filter(operator, [_replaced(operand) for operand in operands], value.lineno)
 
 
-def _call(function: Callable[..., Any], args: list[nodes.Expr], line: int = 1) -> nodes.Call:
-    name = nodes.ImportedName(f"{__name__}.{function.__name__}")
-    return nodes.Call(name, args, [], None, None, lineno=line)
+def _operands(node: nodes.Expr) -> list[nodes.Expr]:
+    """What stands in ``a + b + c``, in that order."""
+    operands: list[nodes.Expr] = []
+    while isinstance(node, nodes.Add):
+        operands.insert(0, node.right)
+        node = node.left
+    return [node, *operands]
+
+
+def _filter(name: str, args: list[nodes.Expr], line: int = 1) -> nodes.Filter:
+    return nodes.Filter(args[0], name, args[1:], [], None, None, lineno=line)

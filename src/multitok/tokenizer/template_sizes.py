@@ -10,7 +10,7 @@ import jinja2
 from jinja2.runtime import Undefined
 
 # More than a body may hold.
-MOST_CHARACTERS = 64 * 1024 * 1024
+_MOST_CHARACTERS = 64 * 1024 * 1024
 _MOST_ITEMS = 1 << 20
 _MOST_BITS = 1 << 13
 _MOST_WIDTH = 1 << 16
@@ -23,6 +23,7 @@ _PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "indent
 # These walk over a text letter by letter, in Python.
 _SLOW = frozenset({"urlize", "wordwrap", "striptags", "title", "wordcount", "indent", "list"})
 _PRINTING = frozenset({"tojson", "string", "pprint", "escape", "e", "forceescape", "urlencode", "xmlattr", "join"})
+CHECKED_FILTERS = _PADDING | _SLOW | _PRINTING | {"replace", "format", "sum"}
 
 
 class TooMuch(jinja2.TemplateError):
@@ -30,7 +31,7 @@ class TooMuch(jinja2.TemplateError):
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Check what ``+``, ``*``, ``**`` or ``%`` would make.
+    """Check what ``*``, ``**`` or ``%`` would make.
 
     Raises
     ------
@@ -43,17 +44,19 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "**":
         if isinstance(left, int) and isinstance(right, int):
             _check(left.bit_length() * max(right, 0), _MOST_BITS, "a number of {} bits")
-    elif operator == "+":
-        if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            _check(len(left) + len(right), _MOST_ITEMS, "a list of {} items")
     elif isinstance(left, int) and isinstance(right, int):
         _check(left.bit_length() + right.bit_length(), _MOST_BITS, "a number of {} bits")
     else:
         value, times = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(times, int) and isinstance(value, str):
-            _check(len(value) * times, MOST_CHARACTERS, "a text of {} characters")
+            _check(len(value) * times, _MOST_CHARACTERS, "a text of {} characters")
         elif isinstance(times, int) and isinstance(value, list | tuple):
             _check(len(value) * times, _MOST_ITEMS, "a list of {} items")
+
+
+def check_list(value: Sized) -> None:
+    """Check a list that was made."""
+    _check(len(value), _MOST_ITEMS, "a list of {} items")
 
 
 def check_method(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -73,7 +76,7 @@ def check_method(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
     elif name == "translate":
         table = args[0] if args and isinstance(args[0], dict) else {}
         longest = max((len(new) for new in table.values() if isinstance(new, str)), default=1)
-        _check(len(text) * longest, MOST_CHARACTERS, "a text of {} characters")
+        _check(len(text) * longest, _MOST_CHARACTERS, "a text of {} characters")
     elif name in ("format", "format_map"):
         _check_pattern(text, "{", (*args, *kwargs.values()))
     elif name in _PADDING:
@@ -118,7 +121,7 @@ def check_printable(value: Any) -> None:
         elif isinstance(item, list | tuple):
             size += 16 * len(item)
             rest += item
-        if size > MOST_CHARACTERS // 4:
+        if size > _MOST_CHARACTERS // 4:
             raise TooMuch("the chat template prints a value that is too large")
 
 
@@ -138,17 +141,17 @@ def _check(size: int, most: int, what: str) -> None:
 def _check_replace(text: str, args: tuple[Any, ...]) -> None:
     if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
         places = text.count(args[0]) if args[0] else len(text) + 1
-        _check(len(text) + places * len(args[1]), MOST_CHARACTERS, "a text of {} characters")
+        _check(len(text) + places * len(args[1]), _MOST_CHARACTERS, "a text of {} characters")
 
 
 def _check_join(items: Any, separator: str) -> None:
     if isinstance(items, list | tuple):
         length = sum(len(item) for item in items if isinstance(item, str))
-        _check(length + len(items) * len(separator), MOST_CHARACTERS, "a text of {} characters")
+        _check(length + len(items) * len(separator), _MOST_CHARACTERS, "a text of {} characters")
     else:
         # An iterator can't be looked into; it has no more items than a range.
         count = len(items) if isinstance(items, Sized) and not isinstance(items, Undefined) else _MOST_ITEMS // 8
-        _check(count * len(separator), MOST_CHARACTERS, "a text of {} characters")
+        _check(count * len(separator), _MOST_CHARACTERS, "a text of {} characters")
 
 
 def _check_pattern(pattern: str, mark: str, values: tuple[Any, ...]) -> None:
@@ -157,9 +160,9 @@ def _check_pattern(pattern: str, mark: str, values: tuple[Any, ...]) -> None:
         raise TooMuch("the chat template uses a format with too large a width")
     check_printable(values)
     length = sum(len(str(value)) for value in values)
-    _check(len(pattern) + pattern.count(mark) * length, MOST_CHARACTERS, "a text of {} characters")
+    _check(len(pattern) + pattern.count(mark) * length, _MOST_CHARACTERS, "a text of {} characters")
 
 
 def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any], times: int) -> None:
     widths = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
-    _check(max(widths, default=0) * times, MOST_CHARACTERS if times > 1 else _MOST_WIDTH, "a text of {} characters")
+    _check(max(widths, default=0) * times, _MOST_CHARACTERS if times > 1 else _MOST_WIDTH, "a text of {} characters")
