@@ -160,12 +160,10 @@ def test_a_prompt_that_is_longer_than_the_operator_wants_is_refused(make_site, i
         expected = (400, "the prompt of 11 tokens is longer than the limit of 10", "prompt")
         assert refused(owner, "x" * 11) == expected
         assert refused(owner, [pack([1] * 11)]) == expected
-        status, message, param = refused(owner, "x" * 100)
-        assert (status, param) == (400, "prompt")
-        assert "has more tokens than the limit of 10" in message
-        with pytest.raises(RequestError):
-            owner.manager.check_text(LONG_TEXT)
         owner.submit("x" * 10)
+        _, sink = owner.submit(LONG_TEXT)
+        await until(lambda: sink.errors)
+        assert sink.errors[0][0] == 400
 
     async def embeds(owner):
         with pytest.raises(RequestError, match="the input of 11 tokens exceeds the limit of 10"):
@@ -197,7 +195,6 @@ def test_nothing_is_tokenized_while_no_scheduler_has_room(in_loop):
     [(None, None, None), (None, 3.0, 3.0), (5.0, None, 5.0), (5.0, 3.0, 3.0), (2.0, 3.0, 2.0)],
 )
 def test_the_shorter_time_limit_counts_and_the_tenant_is_told(make_site, in_loop, option, wanted, expected):
-    site = make_site(request_timeout=option, queue_timeout=7.0)
 
     async def generates(owner):
         owner.submit("ab", timeout=wanted, tenant=77)
@@ -209,8 +206,9 @@ def test_the_shorter_time_limit_counts_and_the_tenant_is_told(make_site, in_loop
         message = await owner.sent_one()
         assert (message.timeout, message.queue_timeout, message.tenant) == (expected, 7.0, 77)
 
-    in_loop(generates, site=site)
-    in_loop(embeds, site=site, info=engine_info(task="embed"))
+    in_loop(generates, site=make_site(request_timeout=option, queue_timeout=7.0))
+    # A place of its own: a socket that closes takes its address along, some time later.
+    in_loop(embeds, site=make_site(request_timeout=option, queue_timeout=7.0), info=engine_info(task="embed"))
 
 
 def test_the_same_id_has_the_same_rank_whoever_sends_it(in_loop):
