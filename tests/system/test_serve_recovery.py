@@ -25,7 +25,7 @@ _SLOW = [*SIMULATED, *engine_args(step_ms=STEP_MS)]
 _SINGLE = (*_SLOW, *workers(1))
 _MULTI = (*_SLOW, *workers(4), "--detokenizer-worker-num", "2")
 
-SIGNALS = [signal.SIGKILL, signal.SIGSTOP, pytest.param(signal.SIGABRT, marks=pytest.mark.slow)]
+SIGNALS = [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGSTOP, signal.SIGABRT))]
 
 
 def _prompt(i: int) -> str:

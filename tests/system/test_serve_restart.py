@@ -19,6 +19,8 @@ PROMPT = "every worker makes room for the one that follows"
 TOKENS = 10
 REQUESTS = 1000
 CLIENTS = 8
+# A worker that is being replaced stays for as long as a kept-alive connection may still bring a request.
+_IMPATIENT = ["--keep-alive-timeout", "1"]
 _FAST = [*SIMULATED, *engine_args(step_ms=1)]
 _SLOW = [*SIMULATED, *engine_args(step_ms=5)]
 
@@ -161,7 +163,7 @@ def test_signals_in_a_row_are_done_one_after_the_other() -> None:
 
 
 def test_worker_is_added_and_retired() -> None:
-    with Server(*_FAST, *workers(2)) as server:
+    with Server(*_FAST, *workers(2), *_IMPATIENT) as server:
         _line_after(server, r"tokenizer_worker:3 is added; there are 3 HTTP workers", signal.SIGTTIN)
         with server.connection_to(3) as client:
             body = {"prompt": PROMPT, "max_tokens": TOKENS}
@@ -207,7 +209,7 @@ def test_signal_that_comes_while_starting_is_done_when_all_is_ready() -> None:
 
 
 def test_replacement_that_dies_is_tried_again_while_the_old_worker_serves() -> None:
-    with Server(*_SLOW, *workers(2)) as server:
+    with Server(*_SLOW, *workers(2), *_IMPATIENT) as server:
         old = _worker_pids(server)
         # What makes the replacements stands still, so that they are late for sure.
         fork_server = server.pid_of("fork_server")
