@@ -51,6 +51,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     parser.add_argument("--log", type=Path, help="file to which the servers' logs are added")
     options = parser.parse_args()
+    if options.out is not None:
+        # What can't be written is better found out before the run than after it.
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.touch()
     seed = random.SystemRandom().randrange(1 << 16) if options.seed is None else options.seed
     engine = [] if options.real_engine else ["--engine", "simulated", *engine_args(step_ms=options.step_ms)]
     modes = expand(options.mode)

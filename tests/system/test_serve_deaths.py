@@ -225,7 +225,7 @@ def test_scheduler_whose_step_does_not_end_is_replaced() -> None:
         old = server.pid_of("scheduler:0")
         assert old is not None
         connection = server.begin("/v1/completions", {"prompt": PROMPT, "max_tokens": 4, "stream": True})
-        server.wait_for_replacement("scheduler:0", old, 2 * DEATH_S)
+        server.wait_for_replacement("scheduler:0", old, 4 * DEATH_S)
         server.wait_for_line(rf"WARNING launcher .*scheduler:0 \(pid {old}\) has been silent for too long; killed")
         connection.close()
 
