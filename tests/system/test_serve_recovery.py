@@ -314,3 +314,29 @@ def test_streams_of_other_workers_see_no_gap_when_one_is_killed() -> None:
             if stream.broken is None:
                 stream.check_whole()
         server.wait_until_idle()
+
+
+def test_scheduler_that_comes_back_while_there_is_no_router_is_used_again() -> None:
+    with Server(*_SLOW, *workers(2), "--hang-timeout", "5") as server:
+        scheduler, router = server.pid_of("scheduler:0"), server.pid_of("router")
+        assert scheduler is not None and router is not None
+        os.kill(router, signal.SIGSTOP)
+        os.kill(scheduler, signal.SIGKILL)
+        server.wait_for_replacement("scheduler:0", scheduler)
+        server.wait_for_replacement("router", router, DETECTION_S[signal.SIGSTOP] + DEATH_S)
+        _works(server)
+        for worker in (1, 2):
+            with server.connection_to(worker) as client:
+                body = {"model": MODEL, "prompt": _prompt(1), "max_tokens": 5}
+                assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def test_resumable_requests_wait_when_all_ranks_die_at_once() -> None:
+    with Server(*_SLOW, *workers(2), "--data-parallel-size", "2", "--resume-generation") as server:
+        streams = _Streams(server, TOKENS[signal.SIGKILL], count=20)
+        streams.wait_until_all_have_begun()
+        for part in ("scheduler:0", "scheduler:1", "detokenizer:0"):
+            server.kill(part)
+        streams.wait_until_all_have_ended(STOP_S)
+        for stream in streams.all:
+            stream.check_whole()

@@ -148,8 +148,13 @@ class MultiTokenizerRouter:
                 self._beat()
             case OwnerStarted():
                 self.live_owners.add(order.address)
-                for rank in self.send_to_scheduler.down:
-                    self._tell(order.address, RankDied(rank=rank, life=self._lives_that_died[rank]))
+                down = self.send_to_scheduler.down
+                for rank in range(len(self._port_args.scheduler_ipc_names)):
+                    if rank in down:
+                        self._tell(order.address, RankDied(rank=rank, life=self._lives_that_died[rank]))
+                    elif self._port_args.life > 1:
+                        # It may have come back while there was no router to say so.
+                        self._tell(order.address, RankStarted(rank=rank))
             case OwnerDied():
                 self.live_owners.discard(order.address)
                 self._send_to_handle_loop(Header(Kind.CONTROL, 0, order.address))

@@ -358,8 +358,28 @@ class Recovery:
         elif self._ranks_up:
             self._send_again(request)
         else:
-            request.rank = None
-            self._held.add(request.number)
+            self._hold(request)
+
+    def hold_refused(self, request: SubRequest) -> bool:
+        """Whether a request that was sent again, and refused since no scheduler is up any more, waits for the next."""
+        if self._resume is None or self._ranks_up or not request.was_sent_again:
+            return False
+        self._hold(request)
+        return True
+
+    def _hold(self, request: SubRequest) -> None:
+        request.rank = None
+        self._held.add(request.number)
+        # No scheduler watches its time here.
+        if request.message.timeout is not None and self._loop is not None:
+            left = request.call.sent_at + request.message.timeout - time.monotonic()
+            self._loop.call_later(max(0.0, left), self._held_too_long, request)
+
+    def _held_too_long(self, request: SubRequest) -> None:
+        if request.number in self._held and self._requests.get(request.number) is request:
+            self._held.discard(request.number)
+            limit = request.message.timeout
+            self._fail(request, RequestError(504, f"the request took longer than its limit of {limit:g} seconds"))
 
     def _send_again(self, request: SubRequest) -> None:
         message = request.message

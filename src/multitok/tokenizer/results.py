@@ -158,8 +158,9 @@ class ResultReceiver:
             case BatchEmbeddingOutput():
                 self._handle_embeddings(message)
             case RefusedReq():
-                request = self._requests.pop(message.number, None)
-                if request is not None:
+                request = self._requests.get(message.number)
+                if request is not None and not (message.status == 503 and self.recovery.hold_refused(request)):
+                    del self._requests[message.number]
                     request.call.running.pop(message.number, None)
                     request.call.fail(RequestError(message.status, message.message))
                     if request.was_sent_again:
