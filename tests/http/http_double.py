@@ -168,7 +168,8 @@ class DoubleManager:
         return [pack(("\x01" if add_special_tokens else "") + text) for text in texts]
 
     async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
+        # No tokenizer makes half of a pair.
+        return "".join("\ufffd" if 0xD800 <= i < 0xE000 else chr(i) for i in ids)
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return chr(token_id), chr(token_id).encode()

@@ -84,7 +84,8 @@ def document(keys: bool = False) -> dict[str, Any]:
     for (path, (summary, _, _, streams)), schema in zip(_POSTS.items(), answer_of, strict=False):
         content = {_JSON: {"schema": schema}}
         if streams:
-            content[_EVENTS] = {"schema": {"type": "string"}}
+            # No type: for some programs an event is an object, for others the whole stream is a string.
+            content[_EVENTS] = {"schema": {"description": "Events whose data is JSON; that of the last is [DONE]."}}
         operation = _operation(path, summary, content)
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": request_of[path]}}}
         paths[path] = {"post": operation}
