@@ -209,7 +209,7 @@ def test_not_ready_while_no_scheduler_is_up() -> None:
         eventually(lambda: server.http.get("/ready").status_code == 503, DEATH_S, "not ready")
         assert server.http.get("/health").status_code == 200
         server.wait_for_replacement("scheduler:0", old)
-        assert server.http.get("/ready").status_code == 200
+        eventually(lambda: server.http.get("/ready").status_code == 200, DEATH_S, "ready again")
 
 
 def test_ready_while_one_of_two_schedulers_is_up() -> None:
