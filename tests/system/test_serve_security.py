@@ -72,7 +72,7 @@ def test_keys_and_tls_in_each_of_four_workers(certificates: Certificates, tmp_pa
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.base_url}/health", verify=ssl.create_default_context())
     assert "sk-" not in server.log
-    assert "everybody who reaches" not in server.log
+    assert "which others can reach" not in server.log
 
 
 @pytest.mark.parametrize("what", ["no certificate", "another's key", "no keys", "no file"])
@@ -132,6 +132,6 @@ def test_an_open_server_is_warned_about() -> None:
         server.wait_for_line("is ready")
         server.terminate()
         assert server.wait() == 0
-        server.wait_for_line("WARNING .*everybody who reaches 0.0.0.0 can use the server")
+        server.wait_for_line("WARNING .*listening on 0.0.0.0, which others can reach")
         port = int(server.wait_for_line(r"0\.0\.0\.0:(\d+)")[1])
         assert port_is_free(port)

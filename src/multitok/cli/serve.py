@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 from pathlib import Path
 
@@ -44,14 +43,12 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     configure_logger(server_args.log_level, "launcher")
     try:
         # The workers read them too, each when it starts; here a mistake is seen before anything is started.
-        keys = ApiKeys.load(server_args)
+        ApiKeys.load(server_args)
         load_tls(server_args)
         files = _resolve(server_args)
     except (ModelError, OptionError) as error:
         _log.error("%s", error)
         return 2
-    if keys is None and not _is_loopback(server_args.host):
-        _log.warning("everybody who reaches %s can use the server: there is no --api-key", server_args.host)
     return Launcher(server_args, files).run()
 
 
@@ -59,13 +56,6 @@ def _in_options(problem: str) -> str:
     """Say what msgspec says of a field (``Expected `int` <= 65535 - at `$.port```) of its option."""
     what, _, where = problem.replace("`", "").partition(" - at $.")
     return f"--{where.replace('_', '-')}: {what[:1].lower()}{what[1:]}" if where else problem
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _resolve(server_args: ServerArgs) -> ModelFiles:

@@ -35,8 +35,9 @@ def load_tls(args: ServerArgs) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, _no_password)
     except ssl.SSLError as error:
-        reason = (error.reason or "").replace("_", " ").lower()
-        raise OptionError(f"--ssl-certfile, --ssl-keyfile: not a certificate and its key in PEM ({reason})") from error
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        where = "--ssl-certfile, --ssl-keyfile" if args.ssl_keyfile else "--ssl-certfile, without --ssl-keyfile"
+        raise OptionError(f"{where}: not a certificate and its key in PEM ({reason})") from error
     return context
 
 

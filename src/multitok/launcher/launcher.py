@@ -312,7 +312,8 @@ class Launcher:
                 child.failure = (message.message, message.exit_status)
             case Forked():
                 self._workers.made(message)
-            case Drained():
+            # One that was replaced before has finished its requests as any worker does.
+            case Drained() if self._phase in (_Phase.DRAINING, _Phase.STOPPING):
                 self._finished += message.finished
                 self._cut += message.cut
 

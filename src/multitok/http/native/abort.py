@@ -9,8 +9,8 @@ from starlette.responses import Response
 from multitok.config import ServerArgs
 from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
+from multitok.http.limits import check_request_id
 from multitok.http.manager import Manager
-from multitok.http.openai.common import check_request_id
 from multitok.http.respond import json_response
 
 

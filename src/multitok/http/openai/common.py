@@ -6,6 +6,7 @@ import os
 
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
+from multitok.http.limits import check_request_id
 from multitok.http.manager import Manager
 from multitok.http.openai.sampling import INT32_MAX
 from multitok.http.openai.types import OpenAIFields, StreamOptions, refuse_unsupported, unsupported_fields
@@ -38,18 +39,6 @@ def check_task(task: str, manager: Manager) -> None:
 def new_request_id(prefix: str) -> str:
     """Make an id."""
     return prefix + os.urandom(16).hex()
-
-
-def check_request_id(request_id: str, param: str, longest: int) -> None:
-    """Refuse an id that could not be a header, or is too long.
-
-    Raises
-    ------
-    RequestError
-        400.
-    """
-    if not (0 < len(request_id) <= longest and request_id.isascii() and all("!" <= c <= "~" for c in request_id)):
-        raise invalid(param, f"must be 1 to {longest} printable ASCII characters without spaces")
 
 
 def set_request_id(
