@@ -125,8 +125,9 @@ def test_a_child_of_another_start_is_dropped(ranks, caplog):
 @pytest.fixture
 def with_a_stuck_rank(make_site, monkeypatch):
     """Nobody is at rank 1, and its queue is full."""
-    full = Ranks(make_site(ranks=2), 2)
-    full.inboxes[1].socket.close(linger=0)
+    site = make_site(ranks=2)
+    full = Ranks(site, 1)
+    full.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
     full.dispatcher.rank_died(1)
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 3)
     full.dispatcher.rank_started(1)

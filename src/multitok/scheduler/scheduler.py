@@ -42,8 +42,10 @@ from multitok.scheduler.validation import problem_of
 _log = logging.getLogger(__name__)
 # How long an idle loop waits at most before it says that it goes round.
 _BEAT_MS = 1000
-# How long messages may keep the engine from its next step, and how many may be in hand.
+# How long messages may keep the engine from its next step, how many are handled between two looks at the clock (so that
+# a few that come together begin together, also where this process has to wait for a core), and how many may be in hand.
 _TURN_S = 0.005
+_AT_A_TIME = 64
 _MOST_UNHANDLED = 4096
 
 
@@ -164,10 +166,9 @@ class Scheduler:
     def _handle_messages(self) -> None:
         """Handle messages for a limited time, so that no flood of them keeps the engine from its next step."""
         until = time.monotonic() + _TURN_S
-        while self._unhandled:
-            self._handle_frames(*self._unhandled.popleft())
-            if time.monotonic() > until:
-                return
+        while self._unhandled and time.monotonic() < until:
+            for _ in range(min(_AT_A_TIME, len(self._unhandled))):
+                self._handle_frames(*self._unhandled.popleft())
 
     def _handle_frames(self, header_frame: bytes, payload: bytes) -> None:
         if not (self._headers.is_ours(header_frame) and self._payloads.is_ours(payload)):
