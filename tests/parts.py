@@ -193,6 +193,21 @@ class Site:
         assert isinstance(said, Ready), said
         return child
 
+    def kill(self, child: ChildProcess) -> None:
+        """Let a part die at once."""
+        child.kill()
+        assert self.ending(child) == "died of SIGKILL"
+
+    def next_life(self, child: ChildProcess, addresses: list[str]) -> ChildProcess:
+        """Start the life after the one that was `child`, and wait until it says that it is ready."""
+        listeners = {address: self._listeners[address] for address in addresses}
+        blocks = [block.name for block in self._blocks]
+        started = ChildProcess.spawn(child.role, child.index, child.life + 1, blocks, listeners)
+        self.children.append(started)
+        assert isinstance(self.hear(started), Hello)
+        assert isinstance(self.hear(started), Ready)
+        return started
+
     @staticmethod
     def hear(child: ChildProcess, timeout: float = DEADLINE_S) -> ToLauncher:
         """Return the next thing that a child says."""

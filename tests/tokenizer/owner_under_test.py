@@ -183,11 +183,12 @@ async def owner_of(
     info: EngineInfo | None = None,
     backend: TokenizerBackend | None = None,
     start: bool = True,
+    real_schedulers: bool = False,
     **changes: Any,
 ) -> AsyncIterator[Owner]:
-    """Put a manager together as an HTTP process does."""
+    """Put a manager together as an HTTP process does; the test is the schedulers, unless there are real ones."""
     ranks = len(site.port_args.scheduler_ipc_names)
-    schedulers = [site.inbox(f"s{rank}", None) for rank in range(ranks)]
+    schedulers = [] if real_schedulers else [site.inbox(f"s{rank}", None) for rank in range(ranks)]
     parts: dict[str, Any] = {
         "text_tools": ByteTools(backend or ReferenceBackend(byte_tokenizer())),
         "detokenize_step": None,
