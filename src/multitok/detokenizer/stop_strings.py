@@ -62,9 +62,7 @@ class StopMatcher:
         if (cut := self._find(text)) >= 0:
             self._held = ""
             return text[:cut], self._matched
-        keep = self._open_end(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        return self._hold_open_end(text), None
 
     def skip(self, delta: str) -> str:
         """Take the next piece of a text in which no stop string counts yet.
@@ -81,10 +79,7 @@ class StopMatcher:
         str
             What may be delivered now.
         """
-        text = self._held + delta
-        keep = self._open_end(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._hold_open_end(self._held + delta)
 
     def flush(self) -> str:
         """Return what is held, when no more text comes.
@@ -105,6 +100,11 @@ class StopMatcher:
             if at >= 0:
                 first_end, cut, self._matched = at + len(stop), at, stop
         return cut
+
+    def _hold_open_end(self, text: str) -> str:
+        keep = self._open_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def _open_end(self, text: str) -> int:
         longest = 0
