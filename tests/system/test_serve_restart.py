@@ -125,14 +125,15 @@ def test_no_request_fails_while_all_workers_are_replaced_three_times(http_worker
 @pytest.mark.parametrize("http_workers", [1, 3])
 def test_running_streams_end_on_the_old_workers(http_workers: int) -> None:
     with Server(*_SLOW, *workers(http_workers)) as server:
+        # Long enough to be running when the last old worker is told to leave.
         streams = []
         for _ in range(6):
-            stream = server.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=300, stream=True)
+            stream = server.openai.completions.create(model=MODEL, prompt=PROMPT, max_tokens=900, stream=True)
             streams.append((next(stream).choices[0].text, stream))
         server.wait_for_load(6)
         _line_after(server, "every HTTP worker is replaced", signal.SIGHUP)
         for first, stream in streams:
-            assert first + "".join(chunk.choices[0].text for chunk in stream) == echo_text(PROMPT, 300)
+            assert first + "".join(chunk.choices[0].text for chunk in stream) == echo_text(PROMPT, 900)
         eventually(lambda: len(_worker_pids(server)) == http_workers, STOP_S, "the old workers are gone")
         server.terminate()
         assert server.wait() == 0
