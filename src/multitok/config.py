@@ -37,6 +37,8 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine_arg: Annotated[
         list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
     ] = []
+    # On the command line, what stands after ``--``.
+    engine_command_line: list[str] = []
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
     tokenizer_worker_num: Annotated[

@@ -4,6 +4,7 @@
 """
 
 import random
+import select
 from array import array
 from dataclasses import dataclass, field
 
@@ -12,6 +13,9 @@ import pytest
 from multitok.engines.base import Engine, EngineOutput, EngineRefusal, params_left
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import SamplingParams
+
+# How long an engine that works by itself may take for its next word.
+WAKEUP_S = 60
 
 
 def pack(ids) -> bytes:
@@ -70,6 +74,8 @@ class Driver:
         self.engine.abort(number)
 
     def step(self) -> list[EngineOutput]:
+        if self.engine.wakeup is not None:
+            assert select.select([self.engine.wakeup], [], [], WAKEUP_S)[0], "the engine does not say anything"
         outputs = self.engine.step()
         assert len({output.number for output in outputs}) == len(outputs), "two outputs for one request in one step"
         for output in outputs:

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from multitok.engines.registry import ENGINE_NAMES, create_engine, parse_engine_args
+from multitok.engines.settings import EngineSettings
 from multitok.tokenizer.model_files import ModelFiles
 
 
@@ -24,6 +25,10 @@ def files(**changes) -> ModelFiles:
     return ModelFiles(**(known | changes))
 
 
+def make(name, **settings):
+    return create_engine(name, EngineSettings(**settings))
+
+
 def test_engine_args_are_split_at_the_first_equals_sign():
     assert parse_engine_args(["a=1", "b=x=y"]) == {"a": "1", "b": "x=y"}
     assert parse_engine_args([]) == {}
@@ -40,51 +45,56 @@ def test_an_engine_arg_may_come_once():
         parse_engine_args(["a=1", "a=2"])
 
 
+def test_options_after_the_dashes_are_refused_by_an_engine_that_has_none():
+    with pytest.raises(ValueError, match="takes no options after --, but --engine-arg"):
+        make("simulated", files=files(), command_line=["--tensor-parallel-size", "2"])
+
+
 def test_an_unknown_engine_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="there are: openvino, simulated"):
-        create_engine("vllm", files=files(), options={})
+        make("nothing", files=files())
     assert ENGINE_NAMES == ("openvino", "simulated")
 
 
 def test_the_simulated_engine_plays_the_model():
-    engine = create_engine("simulated", files=files(), options={}, max_running_requests=7, context_length=50)
+    engine = make("simulated", files=files(), max_running_requests=7, context_length=50)
     info = engine.info
     assert (info.simulated, info.context_length, info.vocab_size, info.max_running_requests) == (True, 50, 50, 7)
-    assert create_engine("simulated", files=files(task="embed"), options={}).info.task == "embed"
+    assert make("simulated", files=files(task="embed")).info.task == "embed"
 
 
 def test_a_context_above_the_models_or_unknown_is_refused():
     with pytest.raises(ValueError, match="above the model's 100"):
-        create_engine("simulated", files=files(), options={}, context_length=101)
+        make("simulated", files=files(), context_length=101)
     with pytest.raises(ValueError, match="--context-length"):
-        create_engine("openvino", files=files(context_length=None, model_path="model.gguf"), options={})
+        make("openvino", files=files(context_length=None, model_path="model.gguf"))
     # A tokenizer alone doesn't say; what simulates a model needs no one to say it.
-    assert create_engine("simulated", files=files(context_length=None), options={}).info.context_length == 131072
-    assert create_engine("simulated", files=files(context_length=None), options={}, context_length=9)
+    assert make("simulated", files=files(context_length=None)).info.context_length == 131072
+    assert make("simulated", files=files(context_length=None), context_length=9)
 
 
 def test_openvino_needs_a_model():
     with pytest.raises(ValueError, match="needs a model"):
-        create_engine("openvino", files=files(), options={})
+        make("openvino", files=files())
 
 
 def test_a_folder_of_other_weights_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="optimum-cli export openvino"):
-        create_engine("openvino", files=files(model_path=str(tmp_path)), options={})
+        make("openvino", files=files(model_path=str(tmp_path)))
 
 
 @pytest.mark.real_engine
 def test_openvino_loads_by_task(smollm2_file, minilm_folder):
     text = files(model_path=str(smollm2_file), vocab_size=49152, context_length=8192)
-    engine = create_engine("openvino", files=text, options={"kv_cache_tokens": "256"})
+    engine = make("openvino", files=text, options={"kv_cache_tokens": "256"})
     assert (engine.info.task, engine.info.context_length) == ("generate", 256)
     assert engine.info.resumable == []
     engine.shutdown()
-    engine = create_engine("openvino", files=text, options={"kv_cache_tokens": "256"}, resume=True)
+    engine = make("openvino", files=text, options={"kv_cache_tokens": "256"}, resume=True)
     assert "repetition_penalty" in engine.info.resumable
     engine.shutdown()
-    encoder = create_engine("openvino", files=files(task="embed", model_path=str(minilm_folder)), options={})
+    encoder = make("openvino", files=files(task="embed", model_path=str(minilm_folder)))
     assert encoder.info.task == "embed"
     encoder.shutdown()
 

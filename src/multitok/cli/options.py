@@ -11,11 +11,16 @@ import msgspec
 
 from multitok.config import ServerArgs
 
+# The field that takes what stands after ``--``.
+AFTER_OPTIONS = "engine_command_line"
+
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option per field of `ServerArgs`."""
+    """Add an option per field of `ServerArgs`, but for what stands after ``--``."""
     hints: dict[str, Any] = typing.get_type_hints(ServerArgs, include_extras=True)
     for field in msgspec.structs.fields(ServerArgs):
+        if field.name == AFTER_OPTIONS:
+            continue
         base, description = _unwrap(hints[field.name])
         default = field.default if field.default is not msgspec.NODEFAULT else None
         help_text = description if default is None else f"{description} (default: {default})"

@@ -10,6 +10,7 @@ import msgspec
 
 from multitok.cli.options import add_server_options, server_args_of
 from multitok.config import OptionError, ServerArgs
+from multitok.engines.registry import NEEDS_NO_MODEL
 from multitok.http.auth import ApiKeys
 from multitok.http.tls import load_tls
 from multitok.launcher.launcher import Launcher
@@ -25,6 +26,7 @@ Start the server: an OpenAI-compatible API in front of an engine.
 
 Without options a small real model, SmolLM2-135M-Instruct, answers on http://127.0.0.1:30000.
 With --tokenizer-worker-num N there are N HTTP workers, each of which tokenizes and answers on its own.
+What stands after -- goes to an engine that has options of its own.
 Ctrl-C or SIGTERM lets running requests finish; a second one ends at once.
 """
 
@@ -60,6 +62,6 @@ def _in_options(problem: str) -> str:
 
 def _resolve(server_args: ServerArgs) -> ModelFiles:
     cache_dir = Path(server_args.cache_dir) if server_args.cache_dir else None
-    if server_args.engine == "simulated" and server_args.model is None and server_args.tokenizer is not None:
+    if server_args.engine in NEEDS_NO_MODEL and server_args.model is None and server_args.tokenizer is not None:
         return resolve_tokenizer(server_args.tokenizer)
     return resolve_model(server_args.model, server_args.tokenizer, cache_dir)

@@ -6,12 +6,13 @@ here knows about text, HTTP or owners.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.operations import EngineOperation, name_of
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 Task = Literal["generate", "embed"]
 
@@ -66,6 +67,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         Fields of `SamplingParams` that may differ from their default in a request that is to go on from its prompt and
         the ids so far with exactly the ids of an undisturbed run, as the conformance test shows; empty: it can't.
         Greedy is meant throughout: a `temperature` above 0 only where ``temperature`` is named.
+    fields : list of str
+        Fields of `EngineFields` that it takes; a request with another one is refused.
+    operations : list of str
+        Tags of the `EngineOperation` that it does.
     """
 
     name: str
@@ -81,6 +86,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 256
     embedding_size: int = 0
     resumable: list[str] = []
+    fields: list[str] = []
+    operations: list[str] = []
+
+
+def no_such_operation(info: EngineInfo, operation: EngineOperation) -> EngineRefusal:
+    """Return the refusal of an operation that an engine doesn't do."""
+    return EngineRefusal(400, f"engine {info.name!r} has no operation {name_of(operation)!r}")
 
 
 def params_left(params: SamplingParams, resumed: int) -> SamplingParams:
@@ -114,6 +126,8 @@ class EngineOutput(msgspec.Struct, gc=False):
         Prompt ids found in the prefix cache, in the first or the last output; 0 where the engine can't tell.
     embedding : bytes or None
         Packed float32, in the last output of an embedding request.
+    customized_info : dict of str to Any or None
+        What the engine adds to the answer, by name, in the last output; values of JSON.
     """
 
     number: int
@@ -123,6 +137,7 @@ class EngineOutput(msgspec.Struct, gc=False):
     top_logprobs: list[list[tuple[int, float]]] | None = None
     cached_tokens: int = 0
     embedding: bytes | None = None
+    customized_info: dict[str, Any] | None = None
 
 
 class EngineLoad(msgspec.Struct, gc=False, frozen=True):
@@ -149,7 +164,22 @@ class Engine(Protocol):
         """What this engine is and can do."""
         ...
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+    @property
+    def wakeup(self) -> int | None:
+        """Descriptor of an engine that works by itself, readable while `step` has something to return.
+
+        Its `step` never waits. None: the work is done inside `step`, which is called as long as `has_unfinished`.
+        """
+        ...
+
+    def add_request(
+        self,
+        number: int,
+        input_ids: bytes,
+        params: SamplingParams,
+        resumed: int = 0,
+        fields: EngineFields | None = None,
+    ) -> None:
         """Take a request; for ``embed`` engines `params` is ignored.
 
         What can only be found out later ends the request with a finish reason ``error``.
@@ -165,6 +195,8 @@ class Engine(Protocol):
         resumed : int
             How many of the last `input_ids` are output of an earlier run of this request, which goes on after them;
             `params` counts only what is still to come. An engine whose output follows from the ids alone ignores it.
+        fields : EngineFields or None
+            What else the engine is told; only with fields that ``info.fields`` names.
 
         Raises
         ------
@@ -187,6 +219,16 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """Return load figures."""
+        ...
+
+    def operate(self, operation: EngineOperation) -> None:
+        """Do something that an operator asked for, between two steps; only what ``info.operations`` names.
+
+        Raises
+        ------
+        EngineRefusal
+            It can't be done, and nothing has changed.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
+from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
 from multitok.engines.encoder_layout import FORMATS, EncoderLayout, read_encoder_layout
 from multitok.engines.openvino_errors import error_text
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.operations import EngineOperation
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class OpenVINOEncoder:
     ValueError
         An option is unknown or wrong, or the model is not supported.
     """
+
+    # The work is done inside `step`.
+    wakeup: int | None = None
 
     def __init__(
         self,
@@ -112,7 +116,14 @@ class OpenVINOEncoder:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+    def add_request(
+        self,
+        number: int,
+        input_ids: bytes,
+        params: SamplingParams,
+        resumed: int = 0,
+        fields: EngineFields | None = None,
+    ) -> None:
         """Queue a request; `params` and `resumed` are ignored. See `Engine.add_request`."""
         if number in self._waiting:
             raise ValueError(f"request {number} is in the engine already")
@@ -147,6 +158,10 @@ class OpenVINOEncoder:
     def load(self) -> EngineLoad:
         """Return load figures; nothing runs between steps."""
         return EngineLoad(0, len(self._waiting), 0.0)
+
+    def operate(self, operation: EngineOperation) -> None:
+        """Do nothing of the kind: see ``info.operations``."""
+        raise no_such_operation(self._info, operation)
 
     def shutdown(self) -> None:
         """Forget all requests and release the model."""

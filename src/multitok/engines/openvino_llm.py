@@ -16,13 +16,14 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal
+from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
 from multitok.engines.openvino_errors import error_text
 from multitok.engines.openvino_grammar import GrammarGate
 from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import Grammar, SamplingParams
+from multitok.messages.operations import EngineOperation
+from multitok.messages.sampling import EngineFields, Grammar, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,9 @@ class OpenVINOEngine:
     ValueError
         An option is unknown or wrong, or OpenVINO can't load the model.
     """
+
+    # The work is done inside `step`.
+    wakeup: int | None = None
 
     def __init__(
         self,
@@ -162,7 +166,14 @@ class OpenVINOEngine:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+    def add_request(
+        self,
+        number: int,
+        input_ids: bytes,
+        params: SamplingParams,
+        resumed: int = 0,
+        fields: EngineFields | None = None,
+    ) -> None:
         """Take a request; `resumed` makes no difference here. See `Engine.add_request`."""
         if number in self._live or number in self._unchecked:
             raise ValueError(f"request {number} is in the engine already")
@@ -208,6 +219,10 @@ class OpenVINOEngine:
         running = sum(live.started for live in self._live.values())
         used = self._pipeline.get_metrics().cache_usage / 100
         return EngineLoad(running, len(self._live) - running + len(self._unchecked), min(1.0, used))
+
+    def operate(self, operation: EngineOperation) -> None:
+        """Do nothing of the kind: see ``info.operations``."""
+        raise no_such_operation(self._info, operation)
 
     def shutdown(self) -> None:
         """Cancel what runs, let the pipeline free it, and release the model."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multitok.engines.base import Engine
+from multitok.engines.settings import EngineSettings
 
-if TYPE_CHECKING:
-    from multitok.tokenizer.model_files import ModelFiles
-
-ENGINE_NAMES = ("openvino", "simulated")
 # For a simulated engine with no more than a tokenizer: longer than what any benchmark sends.
 SIMULATED_CONTEXT_LENGTH = 131072
 
@@ -40,79 +36,84 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def create_engine(
-    name: str,
-    *,
-    files: ModelFiles,
-    options: dict[str, str],
-    max_running_requests: int | None = None,
-    context_length: int | None = None,
-    resume: bool = False,
-) -> Engine:
+def create_engine(name: str, settings: EngineSettings) -> Engine:
     """Load an engine; this takes seconds for a real one.
 
     Parameters
     ----------
     name : str
         One of `ENGINE_NAMES`.
-    files : ModelFiles
-        The model.
-    options : dict of str to str
-        The engine's own options.
-    max_running_requests : int or None
-        Most requests that it works on at once; None leaves it to the engine.
-    context_length : int or None
-        A shorter context than the model's; None takes the model's.
-    resume : bool
-        Requests are to be resumed after this process's death: an engine that can do so only without something that
-        makes it faster does without, unless `options` say otherwise.
+    settings : EngineSettings
+        The model, and what the user wants of the engine.
 
     Raises
     ------
     ValueError
         The engine or an option is unknown or wrong.
     """
-    if name not in ENGINE_NAMES:
+    if name not in _MAKERS:
         raise ValueError(f"there is no engine {name!r}; there are: {', '.join(ENGINE_NAMES)}")
-    known = files.context_length
-    if context_length is not None and known is not None and context_length > known:
-        raise ValueError(f"context length {context_length} is above the model's {known}")
-    if name == "openvino" and not files.model_path:
+    if settings.command_line and name not in TAKES_COMMAND_LINE:
+        raise ValueError(f"engine {name!r} takes no options after --, but --engine-arg KEY=VALUE")
+    length, known = settings.context_length, settings.files.context_length
+    if length is not None and known is not None and length > known:
+        raise ValueError(f"context length {length} is above the model's {known}")
+    return _MAKERS[name](settings)
+
+
+def _make_openvino(settings: EngineSettings) -> Engine:
+    files = settings.files
+    if not files.model_path:
         raise ValueError("engine 'openvino' needs a model, not only a tokenizer")
-    if name == "openvino" and files.task == "embed":
+    if files.task == "embed":
         from multitok.engines.openvino_encoder import OpenVINOEncoder
 
         return OpenVINOEncoder(
-            files.model_path, options, context_length=context_length, max_running_requests=max_running_requests
-        )
-    length = context_length or known or (SIMULATED_CONTEXT_LENGTH if name == "simulated" else None)
-    if length is None:
-        raise ValueError("the model's files don't say how long a context may be; give --context-length")
-    if name == "openvino":
-        folder = Path(files.model_path)
-        if folder.is_dir() and not (folder / "openvino_model.xml").exists():
-            raise ValueError(
-                f"{folder} has no openvino_model.xml, and OpenVINO doesn't run other weights: export the model "
-                "with `optimum-cli export openvino --model FOLDER OUT`, or give a GGUF file"
-            )
-        from multitok.engines.openvino_llm import OpenVINOEngine
-
-        return OpenVINOEngine(
             files.model_path,
-            {"prefix_caching": "false", **options} if resume else options,
-            eos_token_ids=files.eos_token_ids,
-            context_length=length,
-            vocab_size=files.vocab_size,
-            max_running_requests=max_running_requests,
+            settings.options,
+            context_length=settings.context_length,
+            max_running_requests=settings.max_running_requests,
         )
+    length = settings.known_context_length()
+    folder = Path(files.model_path)
+    if folder.is_dir() and not (folder / "openvino_model.xml").exists():
+        raise ValueError(
+            f"{folder} has no openvino_model.xml, and OpenVINO doesn't run other weights: export the model "
+            "with `optimum-cli export openvino --model FOLDER OUT`, or give a GGUF file"
+        )
+    from multitok.engines.openvino_llm import OpenVINOEngine
+
+    return OpenVINOEngine(
+        files.model_path,
+        {"prefix_caching": "false", **settings.options} if settings.resume else settings.options,
+        eos_token_ids=files.eos_token_ids,
+        context_length=length,
+        vocab_size=files.vocab_size,
+        max_running_requests=settings.max_running_requests,
+    )
+
+
+def _make_simulated(settings: EngineSettings) -> Engine:
     from multitok.engines.simulated import SimulatedEngine
 
-    if max_running_requests is not None:
-        options = {"max_running": str(max_running_requests), **options}
+    files, options = settings.files, settings.options
+    if settings.max_running_requests is not None:
+        options = {"max_running": str(settings.max_running_requests), **options}
     return SimulatedEngine(
         options,
         vocab_size=files.vocab_size,
         eos_token_ids=files.eos_token_ids,
-        context_length=length,
+        context_length=settings.context_length or files.context_length or SIMULATED_CONTEXT_LENGTH,
         task=files.task,
     )
+
+
+_MAKERS: dict[str, Callable[[EngineSettings], Engine]] = {
+    "openvino": _make_openvino,
+    "simulated": _make_simulated,
+}
+ENGINE_NAMES = tuple(_MAKERS)
+# Those that need no weights here, so that --tokenizer without --model is enough.
+NEEDS_NO_MODEL = frozenset({"simulated"})
+# Those with options of their own after ``--``.
+TAKES_COMMAND_LINE: frozenset[str] = frozenset()

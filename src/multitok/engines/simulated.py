@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, Task
+from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, Task, no_such_operation
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.operations import EngineOperation
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class SimulatedEngine:
         An option is unknown or wrong.
     """
 
+    # The work is done inside `step`.
+    wakeup: int | None = None
+
     def __init__(
         self,
         options: dict[str, str],
@@ -183,7 +187,14 @@ class SimulatedEngine:
         """What this engine is and can do."""
         return self._info
 
-    def add_request(self, number: int, input_ids: bytes, params: SamplingParams, resumed: int = 0) -> None:
+    def add_request(
+        self,
+        number: int,
+        input_ids: bytes,
+        params: SamplingParams,
+        resumed: int = 0,
+        fields: EngineFields | None = None,
+    ) -> None:
         """Take a request and lay out its output; see `Engine.add_request`."""
         if number in self._running or number in self._waiting:
             raise ValueError(f"request {number} is in the engine already")
@@ -254,6 +265,10 @@ class SimulatedEngine:
         """Return load figures; without a limit of KV tokens they are measured against all slots at full length."""
         room = self._kv_tokens or self._max_running * self._info.context_length
         return EngineLoad(len(self._running), len(self._waiting), min(1.0, self._kv_reserved / room))
+
+    def operate(self, operation: EngineOperation) -> None:
+        """Do nothing of the kind: see ``info.operations``."""
+        raise no_such_operation(self._info, operation)
 
     def shutdown(self) -> None:
         """Forget all requests."""

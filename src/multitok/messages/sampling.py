@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -65,3 +65,27 @@ class SamplingParams(msgspec.Struct, array_like=True, gc=False, kw_only=True, fr
     logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
+
+
+class EngineFields(msgspec.Struct, array_like=True, gc=False, kw_only=True, frozen=True):
+    """What an engine is told about one request beside its ids and how they are chosen.
+
+    Attributes
+    ----------
+    adapter : str or None
+        Name of a loaded LoRA adapter.
+    bootstrap_host, bootstrap_port, bootstrap_room : str, int, int or None
+        Where a prefill and a decode engine of SGLang meet over this request.
+    kv_transfer_params : dict of str to Any or None
+        What vLLM's KV connectors need; values of JSON.
+    """
+
+    adapter: str | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    def in_use(self) -> list[str]:
+        """Return the names of the fields that are set."""
+        return [name for name in self.__struct_fields__ if getattr(self, name) is not None]

@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 
 from multitok.messages.base import BaseBatchReq, BaseReq
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 
 class Kind(IntEnum):
@@ -116,6 +116,8 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
         output goes on after them. `sampling_params` still counts them.
     text_length : int
         Characters of text that the owner has of `resumed_ids`.
+    engine_fields : EngineFields or None
+        What else the engine is told.
     """
 
     rid: str | None = None
@@ -131,6 +133,7 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     queue_timeout: float | None = None
     resumed_ids: bytes = b""
     text_length: int = 0
+    engine_fields: EngineFields | None = None
 
 
 class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):

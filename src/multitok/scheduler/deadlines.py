@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 
 from multitok.scheduler.request import ScheduledRequest
@@ -25,7 +26,7 @@ class Deadlines:
     def add(self, request: ScheduledRequest) -> None:
         """Watch a request, if it has a deadline."""
         when = request.must_end if request.admitted else min(request.must_begin, request.must_end)
-        if when == float("inf"):
+        if when == math.inf:
             return
         if len(self._heap) >= self._tidy_at:
             self._heap = [entry for entry in self._heap if not entry[2].is_over]
@@ -34,6 +35,11 @@ class Deadlines:
             self._tidy_at = max(_SMALL, 2 * len(self._heap))
         self._entries += 1
         heapq.heappush(self._heap, (when, self._entries, request))
+
+    def ms_left(self, now: float, most: int) -> int:
+        """Return how many milliseconds there are until the first one, which may be of a request that is over."""
+        # Rounded up, so that nobody looks too early again and again.
+        return min(most, max(0, math.ceil((self._heap[0][0] - now) * 1000))) if self._heap else most
 
     def overdue(self, now: float) -> Iterator[ScheduledRequest]:
         """Yield the requests that should have begun, or ended, by now, and watch them no more."""

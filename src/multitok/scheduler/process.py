@@ -9,6 +9,7 @@ import zmq
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.registry import create_engine, parse_engine_args
+from multitok.engines.settings import EngineSettings
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.scheduler.scheduler import LoadSlot, Scheduler
 from multitok.tokenizer.errors import ModelError
@@ -42,14 +43,15 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
     """
     channel = LauncherChannel(port_args.channel_fd)
     try:
-        engine = create_engine(
-            server_args.engine,
+        settings = EngineSettings(
             files=files,
             options=parse_engine_args(server_args.engine_arg),
+            command_line=server_args.engine_command_line,
             max_running_requests=server_args.max_running_requests,
             context_length=server_args.context_length,
             resume=server_args.resume_generation,
         )
+        engine = create_engine(server_args.engine, settings)
     except ValueError as error:
         raise ModelError(str(error)) from error
     try:

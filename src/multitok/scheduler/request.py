@@ -6,7 +6,7 @@ import math
 from array import array
 
 from multitok.engines.base import EngineOutput, params_left
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.sampling import EngineFields, SamplingParams
 from multitok.messages.to_detokenizer import TimeStats, TokenLogprobs
 from multitok.messages.to_scheduler import DecodeParams, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 
@@ -112,6 +112,11 @@ class ScheduledRequest:
         return self.message.input_ids + self.message.resumed_ids, params_left(
             self.message.sampling_params, self.resumed
         )
+
+    @property
+    def engine_fields(self) -> EngineFields | None:
+        """What else the engine is told."""
+        return self.message.engine_fields if isinstance(self.message, TokenizedGenerateReqInput) else None
 
     def keep_logprobs(self, output: EngineOutput) -> None:
         """Keep the log probabilities of new ids, for sending them again."""

@@ -71,6 +71,10 @@ class RequestTable:
         """Yield the live requests that should have begun or ended by now."""
         return self._deadlines.overdue(time.monotonic()) if len(self._deadlines) else iter(())
 
+    def ms_to_deadline(self, most: int) -> int:
+        """Return how many milliseconds there are until the first deadline, or `most`."""
+        return self._deadlines.ms_left(time.monotonic(), most)
+
     # Coming
 
     def reason_to_refuse(self, message: RequestMessage) -> tuple[int, str] | None:

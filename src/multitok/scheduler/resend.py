@@ -9,7 +9,7 @@ from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDO
 from multitok.messages.to_scheduler import LiveReq, TokenizedGenerateReqInput
 from multitok.scheduler.request import ScheduledRequest
 from multitok.scheduler.request_table import RequestTable
-from multitok.scheduler.step_output import embedding_batch
+from multitok.scheduler.step_output import customized_columns, embedding_batch
 
 _T = TypeVar("_T")
 
@@ -88,6 +88,7 @@ def _token_batch(missing: list[Missing], rank: int, life: int) -> BatchTokenIDOu
         batch.finished_reasons = [None if r.last is None else r.last.finish for r in requests]
         batch.prompt_tokens = [r.prompt_tokens if end else None for r, end in zip(requests, ended, strict=True)]
         batch.completion_tokens = [len(r.output_ids) if end else None for r, end in zip(requests, ended, strict=True)]
+        extras.customized_info = customized_columns([r.last for r in requests])
         extras.time_stats = [r.time_stats(r.finished) if end else None for r, end in zip(requests, ended, strict=True)]
     if any(request.logprobs is not None for request in requests):
         extras.output_token_logprobs = [_rest(one, one.request.logprobs) for one in missing]

@@ -124,20 +124,25 @@ class Scheduler:
         poller.register(self._receive, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
         self._channel.send(Ready(msgspec.msgpack.encode(self._engine.info)))
+        wakeup = self._engine.wakeup
+        if wakeup is not None:
+            poller.register(wakeup, zmq.POLLIN)
         table = self._table
         while not self._stopping:
-            # Without a live request there is no deadline either, so nothing else has to wake an idle loop.
-            busy = bool(self._unhandled) or bool(table.waiting) or self._engine.has_unfinished()
+            busy = bool(self._unhandled) or table.may_begin or (wakeup is None and self._engine.has_unfinished())
             self._slot.beat(self._step_timeout if busy else self._hang_timeout)
-            for source, _ in poller.poll(0 if busy else _BEAT_MS):
+            woken = False
+            for source, _ in poller.poll(0 if busy else table.ms_to_deadline(_BEAT_MS)):
                 if source == self._channel.fileno():
                     self._follow_launcher()
+                elif source == wakeup:
+                    woken = True
                 else:
                     self._receive_messages()
             self._handle_messages()
             self._end_overdue()
             self._admit()
-            if self._engine.has_unfinished():
+            if woken or self._engine.has_unfinished():
                 if not busy:
                     self._slot.beat(self._step_timeout)
                 try:
@@ -341,7 +346,7 @@ class Scheduler:
             request = self._table.begin_next()
             ids, params = request.engine_input()
             try:
-                self._engine.add_request(request.number, ids, params, resumed=request.resumed)
+                self._engine.add_request(request.number, ids, params, request.resumed, request.engine_fields)
             except EngineRefusal as refusal:
                 self._refuse_waiting(request, refusal.status, refusal.message)
             except Exception:

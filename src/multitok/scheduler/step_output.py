@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 from multitok.engines.base import EngineOutput
 from multitok.messages.base import FinishReason
@@ -103,10 +105,18 @@ def _add_ends(batch: BatchTokenIDOutput, rows: list[Row], extras: OutputExtras, 
     batch.prompt_tokens = [r.prompt_tokens if end else None for (r, _), end in zip(rows, ended, strict=True)]
     batch.completion_tokens = [len(r.output_ids) if end else None for (r, _), end in zip(rows, ended, strict=True)]
     extras.time_stats = [r.time_stats(now) if end else None for (r, _), end in zip(rows, ended, strict=True)]
+    extras.customized_info = customized_columns([output for _, output in rows])
     batch.extras = extras
     for request, output in rows:
         if output.finish is not None:
             request.last, request.finished = output, now
+
+
+def customized_columns(outputs: Sequence[EngineOutput | None]) -> dict[str, list[Any]] | None:
+    """Return as columns what the engine adds to the rows of a batch; None is a row that says nothing."""
+    infos = [{} if output is None else output.customized_info or {} for output in outputs]
+    names = sorted({name for info in infos for name in info})
+    return {name: [info.get(name) for info in infos] for name in names} or None
 
 
 def embedding_batch(rows: list[Row], rank: int, now: float | None) -> BatchEmbeddingOutput:

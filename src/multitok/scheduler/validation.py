@@ -30,6 +30,9 @@ def problem_of(message: RequestMessage, info: EngineInfo) -> str | None:
         resumed = len(message.resumed_ids) // 4
         if resumed > most:
             return f"the output so far has {resumed} tokens, more than the limit of {most}"
+        fields = message.engine_fields
+        if fields is not None and (unknown := [name for name in fields.in_use() if name not in info.fields]):
+            return f"engine {info.name!r} does not take {', '.join(unknown)}"
     longest = token_limit(message)
     if longest > info.context_length:
         return f"prompt and output of {longest} tokens exceed the context of {info.context_length}"

@@ -1,0 +1,66 @@
+"""Operations on an engine: what an operator can ask for at run time; tags are the names in `EngineInfo.operations`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FlushCache(msgspec.Struct, tag="flush_cache", frozen=True):
+    """Forget all cached prefixes."""
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Make a LoRA adapter available.
+
+    Attributes
+    ----------
+    name : str
+        What requests call it; one that is loaded already is replaced.
+    path : str
+        Its folder or file.
+    """
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """Forget a LoRA adapter."""
+
+    name: str
+
+
+class UpdateWeights(msgspec.Struct, tag="update_weights", frozen=True):
+    """Load other weights of the same model.
+
+    Attributes
+    ----------
+    path : str
+        As for ``--model``.
+    """
+
+    path: str
+
+
+class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
+    """Begin to record a profile.
+
+    Attributes
+    ----------
+    folder : str or None
+        Where it is written; None leaves it to the engine.
+    """
+
+    folder: str | None = None
+
+
+class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
+    """End the profile and write it."""
+
+
+EngineOperation = FlushCache | LoadAdapter | UnloadAdapter | UpdateWeights | StartProfile | StopProfile
+
+
+def name_of(operation: EngineOperation) -> str:
+    """Return the tag of an operation."""
+    return str(operation.__struct_config__.tag)
