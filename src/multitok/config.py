@@ -13,6 +13,7 @@ from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+RoutingPolicyName = Literal["prefix-affinity", "least-work", "round-robin"]
 _HIDDEN = "(hidden)"
 
 
@@ -48,6 +49,10 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int, Meta(ge=0, le=64, description="detokenizer processes; 0: each HTTP worker decodes for itself")
     ] = 1
     data_parallel_size: Annotated[int, Meta(ge=1, le=64, description="schedulers, each with its own engine")] = 1
+    routing_policy: Annotated[
+        RoutingPolicyName,
+        Meta(description="which scheduler a request goes to, where there are several (docs/deployment.md)"),
+    ] = "prefix-affinity"
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
         Meta(description="role in a prefill/decode split, shown in /server_info; no engine here takes part yet"),
@@ -126,6 +131,11 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cache_dir: Annotated[
         str | None, Meta(description="where converted tokenizers are kept; default: the user's cache directory")
     ] = None
+
+    @property
+    def hashes_prefixes(self) -> bool:
+        """Whether requests say by which prefixes they are known."""
+        return self.data_parallel_size > 1 and self.routing_policy == "prefix-affinity"
 
     @property
     def multi(self) -> bool:

@@ -13,6 +13,7 @@ import multitok.messages
 from multitok.ipc.sender_wrapper import SenderWrapper, attach_multi_http_worker_info
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
+from multitok.messages.prefix_hashes import prefix_hashes
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_child import Stop
 from multitok.messages.to_scheduler import (
@@ -139,6 +140,22 @@ def test_a_batch_goes_out_as_one_message_with_a_pair_of_frames_per_child():
             Kind.GENERATE, payload.number, "w2.1", prompt_length=payload.number, token_limit=payload.number
         )
         assert payload.http_worker_ipc == "w2.1"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_headers_carry_the_hashes_of_prompts_where_they_are_wanted(wanted):
+    prompts = [bytes(4 * 600), bytes(4 * 600), b"\1\0\0\0" * 600, b"\1\0\0\0"]
+    children = [
+        TokenizedGenerateReqInput(number=number, input_ids=prompt, sampling_params=SamplingParams(max_new_tokens=1))
+        for number, prompt in enumerate(prompts)
+    ]
+    socket = RecordingSocket()
+    message = BatchTokenizedGenerateReqInput(numbers=[0, 1, 2, 3], batch=children)
+    SenderWrapper(socket, "w2.1", TOKEN, ranks=2, hash_prefixes=wanted).send(message)
+    headers: FrameDecoder[Header] = FrameDecoder(TOKEN, Header)
+    sent = [headers.decode(frame).prefix_hashes for frame in socket.sent[0][::2]]
+    assert sent == [prefix_hashes(prompt) if wanted else None for prompt in prompts]
+    assert sent[3] is None
 
 
 def test_what_carries_no_owner_is_not_sent():

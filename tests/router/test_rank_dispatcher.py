@@ -8,7 +8,8 @@ import pytest
 from multitok.ipc import sockets
 from multitok.messages.codec import FrameDecoder, encode_frame
 from multitok.messages.to_scheduler import Header, Kind
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy, Undelivered
+from multitok.router.policies import RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher, Undelivered
 
 
 def request(number: int, rank: int | None = None, kind: Kind = Kind.GENERATE) -> Header:
@@ -21,7 +22,7 @@ class Ranks:
     def __init__(self, site, ranks: int) -> None:
         self.token = site.token
         self.inboxes = [site.inbox(f"s{i}", Header) for i in range(ranks)]
-        self.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(ranks)))
+        self.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
         self._headers: FrameDecoder[Header] = FrameDecoder(site.token, Header)
 
     def pairs(self, *headers: Header) -> list[bytes]:
@@ -127,7 +128,7 @@ def with_a_stuck_rank(make_site, monkeypatch):
     """Nobody is at rank 1, and its queue is full."""
     site = make_site(ranks=2)
     full = Ranks(site, 1)
-    full.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    full.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
     full.dispatcher.rank_died(1)
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 3)
     full.dispatcher.rank_started(1)
@@ -164,7 +165,7 @@ def test_nothing_goes_to_a_rank_that_has_died(ranks):
 def test_a_new_life_of_a_rank_gets_nothing_that_was_meant_for_the_last(make_site):
     site = make_site(ranks=2)
     ranks = Ranks(site, 0)
-    ranks.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    ranks.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
     # Nobody is there: this waits in the socket.
     ranks.send(request(1, rank=0))
     for _ in range(2):

@@ -139,6 +139,29 @@ def test_the_board_shows_what_runs_and_what_waits(slow):
     wait_until(lambda: board.figures("scheduler", 0) == {"life": 0, "load": 0, "waiting": 0})
 
 
+def test_the_board_shows_the_work_that_is_left(slow):
+    """Prompts until the first output, and the expected output until the end; the count of requests never goes back."""
+    board = slow.site.board()
+    slow.send(*(generate(number, "abcd", tokens=LONG) for number in (1, 2, 3)))
+    slow.wait_for_first(1)
+    # One runs, whose prompt has been read, and two wait.
+    wait_until(lambda: board.rank_work(0)[:2] == (3, 3 * LONG + 2 * 4))
+    slow.send(generate(1, "abcd"), generate(9, []))
+    wait_until(lambda: board.rank_work(0)[:2] == (5, 3 * LONG + 2 * 4))
+    slow.abort(abort_all=True)
+    wait_until(lambda: board.rank_work(0)[:2] == (5, 0))
+
+
+def test_the_board_shows_how_long_an_output_is_expected_to_be(start):
+    rank = start()
+    board = rank.site.board()
+    wait_until(lambda: board.rank_work(0)[2] == 256)
+    for number in range(1, 200):
+        rank.send(generate(number, tokens=7))
+        rank.wait_for_end(number)
+    wait_until(lambda: board.rank_work(0)[2] == 7)
+
+
 def test_in_multi_mode_an_answer_goes_through_the_router(make_site):
     site = make_site(workers=2)
     rank = Rank(site)

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from reference import MODEL, echo_text, echoed, ids_of, raw_text, tokenizer
-from server import STOP_S, Server
+from server import SIMULATED, STOP_S, Server, engine_args, workers
 
 CLIENTS = 64
 _WORDS = ("river", "stone", "7", "window", "42", "of the", "harbour", "green,", "paper;", "moon?", "gate", "1999")
@@ -168,3 +169,40 @@ def test_one_connection_serves_many_requests_in_turn(either: Server) -> None:
         body = {"prompt": _prompt(i), "max_tokens": 3}
         answer = client.post("/v1/completions", json=body).raise_for_status().json()
         assert answer["choices"][0]["text"] == echo_text(_prompt(i), 3)
+
+
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_requests_that_share_a_long_prefix_run_on_one_rank_and_others_on_the_other(http_workers: int) -> None:
+    with Server(*SIMULATED, *engine_args(step_ms=5), *workers(http_workers), "--data-parallel-size", "2") as server:
+
+        def begin(prompt: str) -> Any:
+            stream = server.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=200, stream=True)
+            next(stream)
+            return stream
+
+        shared = _prompt(1) * 60
+        streams = [begin(f"{shared} {i}") for i in range(3)]
+        # By least work, the third of three would be on the first one's rank.
+        server.wait_for_load(3)
+        loads = [server.processes()[f"scheduler:{rank}"]["load"] for rank in range(2)]
+        assert sorted(loads) == [0, 3]
+        streams.append(begin(_prompt(2) * 60))
+        assert sorted(server.processes()[f"scheduler:{rank}"]["load"] for rank in range(2)) == [1, 3]
+        for stream in streams:
+            stream.close()
+        server.wait_until_idle()
+
+
+def test_ranks_come_in_turn_where_that_is_wanted() -> None:
+    options = ["--data-parallel-size", "2", "--routing-policy", "round-robin"]
+    with Server(*SIMULATED, *engine_args(step_ms=5), *options) as server:
+        streams = []
+        for _ in range(4):
+            streams.append(
+                server.openai.completions.create(model=MODEL, prompt=_prompt(1) * 60, max_tokens=200, stream=True)
+            )
+            next(streams[-1])
+        server.wait_for_load(4)
+        assert [server.processes()[f"scheduler:{rank}"]["load"] for rank in range(2)] == [2, 2]
+        for stream in streams:
+            stream.close()

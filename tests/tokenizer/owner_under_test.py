@@ -16,7 +16,8 @@ from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_detokenizer import OutputExtras
 from multitok.messages.to_scheduler import Header, ToScheduler
 from multitok.messages.to_tokenizer import BatchStrOutput
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.router.policies import RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.requests import EmbeddingInput, GenerateInput, RequestError
@@ -197,7 +198,7 @@ async def owner_of(
         "describe": lambda: {"processes": {}},
     }
     if "sender" not in changes:
-        parts["sender"] = RankDispatcher(site.port_args, RoundRobinPolicy(ranks))
+        parts["sender"] = RankDispatcher(site.port_args, RoundRobinPolicy())
     manager = site.keep(
         manager_class(
             site.server_args,

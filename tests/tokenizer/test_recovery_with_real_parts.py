@@ -11,7 +11,8 @@ from owner_under_test import Owner, Sink, engine_info, owner_of, until
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_child import PartDied
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.router.policies import RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.recovery import ENGINE_DIED
 from parts import Site, unpack
 
@@ -65,7 +66,7 @@ def run(make_site):
         site: Site = make_site(detokenizers=detokenizers, resume_generation=resume, engine_arg=["step_ms=10"])
         scheduler = site.ready_child("scheduler", ["s0"])
         children = [site.ready_child("detokenizer", [f"d{i}"], i) for i in range(detokenizers)]
-        dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(1)))
+        dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
         info = engine_info(resumable=["min_new_tokens", "ignore_eos"])
 
         async def main() -> None:

@@ -12,7 +12,8 @@ from multitok.messages.base import FinishReason
 from multitok.messages.numbers import owner_of as life_of
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_scheduler import AbortReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.router.policies import RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.backends import ReferenceBackend
 from multitok.tokenizer.requests import RequestError
 from multitok.tokenizer.worker import TokenizerWorker
@@ -283,7 +284,7 @@ def test_a_scheduler_that_does_not_read_is_a_503(make_site, monkeypatch, in_loop
 
 def test_what_reached_one_rank_of_a_refused_call_is_aborted_there(make_site, monkeypatch, in_loop):
     site = make_site(ranks=2)
-    sender = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+    sender = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
     sender._send_to_scheduler[1].close()
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 4)
     sender._send_to_scheduler[1] = sockets.connect_push(site.port_args.endpoint("s1"))

@@ -8,9 +8,11 @@ from typing import Protocol
 
 from multitok.messages.base import BaseBatchReq, BaseReq
 from multitok.messages.codec import encode_frame
+from multitok.messages.prefix_hashes import prefix_hashes
 from multitok.messages.to_scheduler import (
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
+    TokenizedGenerateReqInput,
     ToScheduler,
     header_of,
 )
@@ -67,10 +69,15 @@ class SenderWrapper:
         Mark of this start.
     ranks : int
         How many schedulers there are. A user's id has its rank, whoever owns it: that rank sees when it is taken.
+    hash_prefixes : bool
+        Headers carry the hash chains of prompts.
     """
 
-    def __init__(self, socket: FrameSender, address: str, start_token: bytes, ranks: int = 1) -> None:
+    def __init__(
+        self, socket: FrameSender, address: str, start_token: bytes, ranks: int = 1, hash_prefixes: bool = False
+    ) -> None:
         self._ranks = ranks
+        self._hash_prefixes = hash_prefixes
         self._socket = socket
         self._address = address
         self._start_token = start_token
@@ -93,9 +100,15 @@ class SenderWrapper:
         attach_multi_http_worker_info(self._address, message)
         children = message.batch if isinstance(message, BaseBatchReq) else [message]
         frames: list[bytearray] = []
+        prompt = hashes = None
         for child in children:
             header = header_of(child)
             if given_id and self._ranks > 1 and (rid := getattr(child, "rid", None)) is not None:
                 header.rank = zlib.crc32(rid.encode()) % self._ranks
+            if self._hash_prefixes and isinstance(child, TokenizedGenerateReqInput):
+                if child.input_ids is not prompt:
+                    # The choices of a prompt have it in common.
+                    prompt, hashes = child.input_ids, prefix_hashes(child.input_ids)
+                header.prefix_hashes = hashes
             frames += (encode_frame(self._start_token, header), encode_frame(self._start_token, child))
         self._socket.send_frames(frames)

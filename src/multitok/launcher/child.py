@@ -67,9 +67,11 @@ def main(arguments: list[str]) -> int:
 
                 run_detokenizer_process(server_args, port_args, beat=_beat_of(role, server_args, port_args, board))
             case "router":
+                from multitok.launcher.routing import routing_policy
                 from multitok.router.process import run_router_process
 
-                run_router_process(port_args, _beat_of(role, server_args, port_args, board))
+                policy = routing_policy(server_args, port_args, board)
+                run_router_process(port_args, policy, _beat_of(role, server_args, port_args, board))
             case "fork_server":
                 _run_fork_server(server_args, port_args, files, board, runtime_dir, int(launcher_pid))
             case _:

@@ -20,11 +20,12 @@ from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.ipc.router_socket import RouterSocket
 from multitok.ipc.sender_wrapper import FrameSender
 from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.routing import routing_policy
 from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.launcher.text_tools import TextTools
 from multitok.messages.to_child import Drain, PartDied, PartStarted, Start, Stop, ToChild
 from multitok.messages.to_launcher import Drained, Ready
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.worker import TokenizerWorker
@@ -141,7 +142,7 @@ async def _serve(
     engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
     dispatcher = None
     if port_args.router_ipc_name is None:
-        dispatcher = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+        dispatcher = RankDispatcher(port_args, routing_policy(server_args, port_args, board))
     manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher)
     parts = _Parts(manager, dispatcher)
     server = HttpServer(

@@ -1,8 +1,8 @@
-"""The load board: shared memory with one cache line per process, for what others only need as a hint.
+"""The load board: shared memory with a line per process, for what others only need as a hint.
 
-Every word has one writer. A line is 8 words of 64 bits: the process's life number (0: not up), which the launcher
-writes together with its pid, and what the process itself writes: load figures, and until when it may be silent.
-Reading and writing an aligned word is one machine instruction, so there are no locks.
+Every word has one writer. A line is two cache lines, 16 words of 64 bits: the process's life number (0: not up), which
+the launcher writes together with its pid, and what the process itself writes: load figures, and until when it may be
+silent. Reading and writing an aligned word is one machine instruction, so there are no locks.
 
 Of an HTTP worker two lives may exist at once, so a worker's line is not its index but any free one, its slot.
 """
@@ -15,9 +15,10 @@ import time
 
 from multitok.launcher.shared_memory import SharedBlock, open_block
 
-_LINE_WORDS = 8
+_LINE_WORDS = 16
 _WORD_SIZE = 8
 _LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL, _INDEX, _PID = range(7)
+_TAKEN, _WORK, _EXPECTED_OUTPUT = range(8, 11)
 
 
 def worker_slots(workers: int) -> int:
@@ -128,6 +129,11 @@ class LoadBoard:
             "waiting": self._words[line + _WAITING] if line else 0,
         }
 
+    def rank_work(self, rank: int) -> tuple[int, int, int]:
+        """Return what a scheduler last said: requests taken, tokens to work on, output ids that a request makes."""
+        line = self._line("scheduler", rank)
+        return self._words[line + _TAKEN], self._words[line + _WORK], self._words[line + _EXPECTED_OUTPUT]
+
     def pid(self, role: str, index: int) -> int:
         """Return the process id of the life that `figures` tells of; 0: not up."""
         line = self._line_of(role, index)
@@ -163,12 +169,20 @@ class LoadSlot:
         self._line = line
         self.publish_load(0, 0)
         self._words[self._line + _SILENT_UNTIL] = 0
+        self.publish_work(0, 0, 0)
 
     def publish_load(self, load: int, waiting: int, waiting_tokens: int = 0) -> None:
         """Put down running and waiting requests, and the prompt ids of the latter."""
         self._words[self._line + _LOAD] = load
         self._words[self._line + _WAITING] = waiting
         self._words[self._line + _WAITING_TOKENS] = waiting_tokens
+
+    def publish_work(self, taken: int, tokens: int, expected_output: int) -> None:
+        """Put down requests taken, tokens to work on, and output ids that a request makes."""
+        # The count last: until it is seen, whoever sent a request adds its work.
+        self._words[self._line + _EXPECTED_OUTPUT] = expected_output
+        self._words[self._line + _WORK] = tokens
+        self._words[self._line + _TAKEN] = taken
 
     def beat(self, allowance: float) -> None:
         """Say that this process goes round, and counts as dead when it is silent for longer than this.

@@ -29,7 +29,8 @@ from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
 from multitok.messages.to_scheduler import Header, Kind
 from multitok.messages.to_tokenizer import RankDied, RankStarted
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy, Undelivered
+from multitok.router.policies import RoutingPolicy
+from multitok.router.rank_dispatcher import RankDispatcher, Undelivered
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +48,15 @@ class MultiTokenizerRouter:
         Where the parts meet.
     channel : LauncherChannel
         To the launcher.
+    policy : RoutingPolicy
+        Chooses ranks.
     beat : callable
         Called at least every second while the loop goes round.
     """
 
-    def __init__(self, port_args: PortArgs, channel: LauncherChannel, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, port_args: PortArgs, channel: LauncherChannel, policy: RoutingPolicy, beat: Callable[[], None]
+    ) -> None:
         if port_args.router_ipc_name is None or port_args.control_ipc_name is None:
             raise ValueError("single mode has no router")
         self._port_args = port_args
@@ -60,7 +65,7 @@ class MultiTokenizerRouter:
         self._stopping = False
         self._endpoint = port_args.endpoint(port_args.router_ipc_name)
         self.receive_from_worker = bind_pull(self._endpoint, port_args.listen_fds[port_args.router_ipc_name])
-        self.send_to_scheduler = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+        self.send_to_scheduler = RankDispatcher(port_args, policy)
         control = port_args.endpoint(port_args.control_ipc_name)
         self.recv_from_detokenizer = bind_pull(control, port_args.listen_fds[port_args.control_ipc_name])
         # Main thread to handle_loop: refusals and deaths go through the same socket as everything else for workers.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -13,40 +12,11 @@ from multitok.config import PortArgs
 from multitok.ipc.sockets import connect_push
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.to_scheduler import REQUEST_KINDS, Header
+from multitok.router.policies import RoutingPolicy
 
 _log = logging.getLogger(__name__)
 STUCK = "the scheduler does not take requests at the moment; try again later"
 RESTARTING = "the engine is restarting; try again later"
-
-
-class RoutingPolicy(Protocol):
-    """Chooses the rank of a request."""
-
-    def choose(self, header: Header, up: Sequence[int]) -> int:
-        """Return one of the ranks that are up, which are in order and at least one."""
-        ...
-
-
-class RoundRobinPolicy:
-    """Ranks in turn.
-
-    Parameters
-    ----------
-    ranks : int
-        How many there are.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._last = -1
-
-    def choose(self, header: Header, up: Sequence[int]) -> int:
-        """Return the rank that the owner wants, or the next in turn."""
-        if header.rank is not None and 0 <= header.rank < self._ranks:
-            # Whoever wants the same rank gets the same one, also while it is down.
-            return header.rank if header.rank in up else up[header.rank % len(up)]
-        self._last = next((rank for rank in up if rank > self._last), up[0])
-        return self._last
 
 
 class RankDispatcher:
@@ -93,6 +63,7 @@ class RankDispatcher:
         if rank not in self._send_to_scheduler and 0 <= rank < len(self._endpoints):
             self._send_to_scheduler[rank] = connect_push(self._endpoints[rank])
             self._up = sorted(self._send_to_scheduler)
+            self._policy.rank_started(rank)
 
     def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
         """Send header and payload of each child on; what isn't such a pair of this start is dropped, with a log line.
@@ -116,7 +87,9 @@ class RankDispatcher:
                 for rank in self._up:
                     per_rank.setdefault(rank, []).extend(frames[i : i + 2])
             elif self._up:
-                rank = self._policy.choose(header, self._up)
+                rank = self._choose(header)
+                # At once, so that the next of a batch is chosen with this one in mind.
+                self._policy.sent(rank, header)
                 per_rank.setdefault(rank, []).extend(frames[i : i + 2])
                 requests.setdefault(rank, []).append(header)
             else:
@@ -126,12 +99,22 @@ class RankDispatcher:
             try:
                 self._send_to_scheduler[rank].send_multipart(rank_frames, zmq.NOBLOCK)
             except zmq.Again:
-                undelivered += requests.get(rank, ())
-                self._count_dropped(rank, len(rank_frames) // 2 - len(requests.get(rank, ())))
+                its = requests.get(rank, [])
+                undelivered += its
+                self._policy.taken_back(rank, len(its))
+                self._count_dropped(rank, len(rank_frames) // 2 - len(its))
         if homeless:
             raise Undelivered(homeless, RESTARTING)
         if undelivered:
             raise Undelivered(undelivered, STUCK)
+
+    def _choose(self, header: Header) -> int:
+        """Return the rank that the owner wants, or what the policy says."""
+        wanted = header.rank
+        if wanted is None or not 0 <= wanted < len(self._endpoints):
+            return self._policy.choose(header, self._up)
+        # Whoever wants the same rank gets the same one, also while it is down.
+        return wanted if wanted in self._up else self._up[wanted % len(self._up)]
 
     def _count_dropped(self, rank: int, messages: int) -> None:
         before, self.dropped = self.dropped, self.dropped + messages

@@ -47,6 +47,8 @@ class ScheduledRequest:
         Prompt ids found in the engine's cache.
     logprobs, top_logprobs : list
         Of all ids that this life made, where the request asked for them.
+    unread, expected_output : int
+        Its part of `OutstandingWork`.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class ScheduledRequest:
         "cached_tokens",
         "decode_params",
         "destination",
+        "expected_output",
         "finished",
         "first_token",
         "is_over",
@@ -70,6 +73,7 @@ class ScheduledRequest:
         "resumed",
         "text_length",
         "top_logprobs",
+        "unread",
     )
 
     def __init__(self, message: RequestMessage, owner: str, destination: str, received: float) -> None:
@@ -95,6 +99,7 @@ class ScheduledRequest:
         self.is_over = False
         self.last: EngineOutput | None = None
         self.cached_tokens = 0
+        self.unread = self.expected_output = 0
         self.logprobs: list[float] | None = None
         self.top_logprobs: list[TokenLogprobs] | None = None
 

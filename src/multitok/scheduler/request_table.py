@@ -9,6 +9,7 @@ from multitok.config import ServerArgs
 from multitok.scheduler.admission import TenantUsage, WaitingQueue
 from multitok.scheduler.deadlines import Deadlines
 from multitok.scheduler.request import RequestMessage, ScheduledRequest, token_limit
+from multitok.scheduler.work import OutstandingWork
 
 
 class RequestTable:
@@ -31,12 +32,15 @@ class RequestTable:
         In the engine.
     unacknowledged : dict of int to ScheduledRequest
         Ended, but the owner has not said that it knows.
+    work : OutstandingWork
+        Of those that wait and run.
     """
 
     def __init__(self, server_args: ServerArgs, max_running: int) -> None:
         self.waiting = WaitingQueue()
         self.running: dict[int, ScheduledRequest] = {}
         self.unacknowledged: dict[int, ScheduledRequest] = {}
+        self.work = OutstandingWork()
         self._max_running = max_running
         self._max_admitted = max_running + server_args.max_queued_requests
         self._max_queued_tokens = server_args.max_queued_tokens
@@ -102,6 +106,7 @@ class RequestTable:
             self._numbers_by_group.setdefault(message.group, set()).add(request.number)
         self._tenants.add(message.tenant, request.token_limit)
         self._deadlines.add(request)
+        self.work.add(request)
         self.waiting.push(request)
 
     @property
@@ -132,6 +137,7 @@ class RequestTable:
         if self.running.pop(number, None) is None:
             self.waiting.remove(number)
         request.is_over = True
+        self.work.end(request)
         if message.rid is not None:
             del self._numbers_by_rid[message.rid]
         if message.group is not None:

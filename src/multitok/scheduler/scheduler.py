@@ -56,6 +56,10 @@ class LoadSlot(Protocol):
         """Put down running and waiting requests, and the prompt ids of the latter."""
         ...
 
+    def publish_work(self, taken: int, tokens: int, expected_output: int) -> None:
+        """Put down requests taken, tokens to work on, and output ids that a request makes."""
+        ...
+
     def beat(self, allowance: float) -> None:
         """Say that this process goes round, and counts as dead when it is silent for more seconds than this."""
         ...
@@ -152,6 +156,7 @@ class Scheduler:
                     raise
                 self._emit(outputs)
             self._slot.publish_load(len(table.running), len(table.waiting), table.waiting.tokens)
+            self._slot.publish_work(table.work.taken, table.work.tokens, table.work.expected_output)
 
     # Messages
 
@@ -183,6 +188,8 @@ class Scheduler:
         except msgspec.DecodeError as error:
             _log.error("dropped a message whose header can't be decoded: %s", error)
             return
+        if header.kind in REQUEST_KINDS:
+            self._table.work.taken += 1
         try:
             self._handle(self._payloads.decode(payload), header)
         except msgspec.DecodeError as error:
@@ -366,7 +373,10 @@ class Scheduler:
                 _log.error("the engine made output for request %d, which does not run", output.number)
                 continue
             rows.append((request, output))
+            if request.unread:
+                self._table.work.begun(request)
             if output.finish is not None:
+                self._table.work.learn(len(request.output_ids) + len(output.output_ids))
                 self._table.end(request, acknowledged=False)
         self._send(rows)
 

@@ -154,7 +154,9 @@ class TokenizerManager:
             itertools.cycle((self.worker_id + i) % detokenizers for i in range(detokenizers)),
         )
         ranks = len(port_args.scheduler_ipc_names)
-        self._sender = SenderWrapper(sender, self.tokenizer_ipc_name, port_args.start_token, ranks)
+        self._sender = SenderWrapper(
+            sender, self.tokenizer_ipc_name, port_args.start_token, ranks, server_args.hashes_prefixes
+        )
         requests: dict[int, SubRequest] = {}
         self.results = ResultReceiver(
             bind_pull(port_args.endpoint(self.tokenizer_ipc_name)),
