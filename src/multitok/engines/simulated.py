@@ -43,6 +43,8 @@ SAMPLING = [
     "ignore_eos",
     "logprobs",
 ]
+# Nothing is met by them; they go back as they came, so that a test sees that they were here.
+FIELDS = ["bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"]
 
 
 def simulated_logprob(token_id: int, position: int) -> float:
@@ -65,7 +67,7 @@ def simulated_embedding(input_ids: bytes, size: int) -> bytes:
 class _Request:
     """One request: its whole output, laid out beforehand, and how far it has come."""
 
-    __slots__ = ("finish", "kv_tokens", "number", "output", "position", "prefill_left", "prompt", "top")
+    __slots__ = ("fields", "finish", "kv_tokens", "number", "output", "position", "prefill_left", "prompt", "top")
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class _Request:
         finish: FinishReason,
         top: int | None = None,
         position: int = 0,
+        fields: EngineFields | None = None,
     ) -> None:
         self.number = number
         self.prompt = prompt
@@ -82,6 +85,7 @@ class _Request:
         self.finish = finish
         self.top = top
         self.position = position
+        self.fields = fields
         self.prefill_left = len(prompt) // 4
         self.kv_tokens = 0
 
@@ -172,6 +176,7 @@ class SimulatedEngine:
             embedding_size=embedding_size if task == "embed" else 0,
             # A replayed text begins anywhere; all else follows from the prompt and the position.
             resumable=SAMPLING if task == "generate" and replay is None else [],
+            fields=FIELDS if task == "generate" else [],
         )
         self._waiting: dict[int, _Request] = {}
         self._running: dict[int, _Request] = {}
@@ -206,7 +211,7 @@ class SimulatedEngine:
             request.kv_tokens = prompt_tokens
         else:
             output, finish = self._plan(input_ids, params, resumed)
-            request = _Request(number, input_ids, output, finish, params.logprobs, resumed)
+            request = _Request(number, input_ids, output, finish, params.logprobs, resumed, fields)
             request.kv_tokens = prompt_tokens + params.max_new_tokens
         if self._kv_tokens is not None and request.kv_tokens > self._kv_tokens:
             raise EngineRefusal(
@@ -247,6 +252,8 @@ class SimulatedEngine:
             if end >= len(request.output):
                 ended.append(number)
                 output.finish = request.finish
+                if request.fields is not None:
+                    output.customized_info = {name: getattr(request.fields, name) for name in request.fields.in_use()}
                 if self._info.embedding_size and request.finish.type != "error":
                     output.embedding = simulated_embedding(request.prompt, self._info.embedding_size)
             if request.top is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from multitok.messages.base import FinishReason
 from multitok.tokenizer.requests import GenerateOutput
 
@@ -21,6 +23,7 @@ class ChoiceBuffer:
     __slots__ = (
         "cached_tokens",
         "completion_tokens",
+        "customized_info",
         "finish",
         "index",
         "logprobs",
@@ -43,6 +46,7 @@ class ChoiceBuffer:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self.reasoning_tokens = 0
+        self.customized_info: dict[str, Any] | None = None
 
     def add(self, output: GenerateOutput) -> int:
         """Merge one output and return about how many bytes it added."""
@@ -65,6 +69,7 @@ class ChoiceBuffer:
             self.prompt_tokens = output.prompt_tokens
             self.cached_tokens = output.cached_tokens
             self.reasoning_tokens = output.reasoning_tokens
+            self.customized_info = output.customized_info
         return size
 
     def merged(self) -> GenerateOutput:
@@ -80,6 +85,7 @@ class ChoiceBuffer:
             reasoning_tokens=self.reasoning_tokens,
             logprobs=self.logprobs,
             top_logprobs=self.top_logprobs,
+            customized_info=self.customized_info,
         )
 
 

@@ -13,7 +13,7 @@ import zmq
 from multitok.engines.base import EngineInfo
 from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.messages.sampling import SamplingParams
-from multitok.messages.to_scheduler import AbortReq, LiveReq, TokenizedGenerateReqInput
+from multitok.messages.to_scheduler import AbortReq, LiveReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 from multitok.messages.to_tokenizer import LiveReqOutput
 from multitok.tokenizer.call import SubRequest
 from multitok.tokenizer.requests import RequestError
@@ -349,8 +349,7 @@ class Recovery:
     def _lost(self, request: SubRequest, error: RequestError) -> None:
         """Go on with a request that no scheduler has any more, if that is possible."""
         if request.output_ids:
-            params = request.message.sampling_params if isinstance(request.message, TokenizedGenerateReqInput) else None
-            again = self._resume is not None and params is not None and self._resume(params)
+            again = self._resume is not None and self._may_resume(self._resume, request.message)
         else:
             again = self._resume is not None or bool(self._ranks_up)
         if not again:
@@ -359,6 +358,16 @@ class Recovery:
             self._send_again(request)
         else:
             self._hold(request)
+
+    @staticmethod
+    def _may_resume(
+        resume: Callable[[SamplingParams], bool], message: TokenizedGenerateReqInput | TokenizedEmbeddingReqInput
+    ) -> bool:
+        if not isinstance(message, TokenizedGenerateReqInput):
+            return False
+        # Where its prompt was read, or its cache is to go, another engine waits for this very run.
+        met = [name for name in message.engine_fields.in_use() if name != "adapter"] if message.engine_fields else []
+        return not met and resume(message.sampling_params)
 
     def hold_refused(self, request: SubRequest) -> bool:
         """Whether a request that was sent again, and refused since no scheduler is up any more, waits for the next."""

@@ -6,12 +6,12 @@ callback, once per step and choice. There is no task, future or queue between a 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 
 class RequestError(Exception):
@@ -68,6 +68,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         Whose limits it counts against; 0 where there are no keys.
     timeout : float or None
         Seconds that it may take.
+    engine_fields : EngineFields or None
+        What else the engine is told, of every sub-request.
     """
 
     prompts: list[str | bytes]
@@ -84,6 +86,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     priority: int = 0
     tenant: int = 0
     timeout: float | None = None
+    engine_fields: EngineFields | None = None
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
@@ -120,6 +123,8 @@ class GenerateOutput(msgspec.Struct, gc=False):
         Of each new id.
     top_logprobs : list of list of (int, float) or None
         Likeliest ids of each new position.
+    customized_info : dict of str to Any or None
+        What the engine adds to the answer, in the last output.
     """
 
     index: int
@@ -132,6 +137,7 @@ class GenerateOutput(msgspec.Struct, gc=False):
     reasoning_tokens: int = 0
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    customized_info: dict[str, Any] | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, gc=False):

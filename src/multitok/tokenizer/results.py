@@ -340,6 +340,9 @@ def _add_extras(output: GenerateOutput, extras: OutputExtras, i: int) -> None:
         output.logprobs = extras.output_token_logprobs[i]
     if extras.output_top_logprobs is not None:
         output.top_logprobs = extras.output_top_logprobs[i]
+    if extras.customized_info is not None:
+        info = {name: value for name, column in extras.customized_info.items() if (value := column[i]) is not None}
+        output.customized_info = info or None
     if extras.reasoning_tokens is not None:
         output.reasoning_tokens = extras.reasoning_tokens[i] or 0
 

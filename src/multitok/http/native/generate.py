@@ -18,6 +18,7 @@ from multitok.engines.base import EngineInfo
 from multitok.http.body_route import BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
+from multitok.http.engine_fields import read_engine_fields
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
@@ -82,6 +83,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     model: str | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     input_embeds: Unsupported = None
     image_data: UnsupportedList = None
@@ -193,6 +198,7 @@ class GenerateRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
+            engine_fields=read_engine_fields(body, info),
         )
         writer = NativeWriter(manager, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
@@ -277,6 +283,9 @@ class NativeWriter:
             meta["prompt_tokens"] = output.prompt_tokens
             meta["cached_tokens"] = output.cached_tokens
             meta["e2e_latency"] = time.monotonic() - self._begun
+            if output.customized_info is not None:
+                # What is there by these names already is multitok's own word.
+                meta = output.customized_info | meta
         if logprobs is not None:
             meta |= {name: list(items) for name, items in self._meta_logprobs(output, logprobs).items()}
         choice: dict[str, object] = {"text": output.text, "output_ids": unpack_ids(output.output_ids)}

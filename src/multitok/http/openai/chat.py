@@ -12,6 +12,7 @@ import msgspec
 from multitok.http.body_route import LARGE_BODY, BodyRoute, Start, TakesLong
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
+from multitok.http.engine_fields import passed_back, read_engine_fields, with_passed_back
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
@@ -102,6 +103,7 @@ class ChatRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
+            engine_fields=read_engine_fields(body, info),
         )
         writer = ChatWriter(manager, request_id, body, n, wants_usage(body))
         return partial(generate, exchange, manager, request, writer)
@@ -198,6 +200,7 @@ class ChatWriter:
         fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": manager.served_model_name}
         self._open = encode_json(fields)[:-1]
         self._detailed = self._ids or self._logprobs
+        self._passed_back = b""
         if body.stream:
             head = b"data: " + self._open + b',"choices":['
             self._head = head
@@ -236,7 +239,7 @@ class ChatWriter:
             choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
         if self._ids:
             choice["token_ids"] = unpack_ids(output.output_ids)
-        return self._head + encode_json(choice) + self._tail
+        return with_passed_back(self._head, output) + encode_json(choice) + self._tail
 
     def last(self, usage: UsageCounter) -> bytes:
         """Usage chunk, where asked for, and the end."""
@@ -251,9 +254,10 @@ class ChatWriter:
         rest: dict[str, object] = {"usage": usage.usage()}
         if self._ids and self.submission:
             rest["prompt_token_ids"] = unpack_ids(self.submission.prompt_ids[0])
-        yield b"," + encode_json(rest)[1:]
+        yield self._passed_back + b"," + encode_json(rest)[1:]
 
     def _choice(self, output: GenerateOutput) -> Iterator[bytes]:
+        self._passed_back = self._passed_back or passed_back(output)
         choice: dict[str, object] = {
             "index": output.index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},

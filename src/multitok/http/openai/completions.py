@@ -12,6 +12,7 @@ import msgspec
 from multitok.http.body_route import BodyRoute, Start
 from multitok.http.choice import UsageCounter
 from multitok.http.decode import decode_body
+from multitok.http.engine_fields import passed_back, read_engine_fields, with_passed_back
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
@@ -103,6 +104,7 @@ class CompletionRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
+            engine_fields=read_engine_fields(body, info),
         )
         writer = CompletionWriter(manager, request_id, body, n, wants_usage(body))
         if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
@@ -157,6 +159,7 @@ class CompletionWriter:
         self.echo: list[str] | None = None
         self._detailed = self._ids or body.logprobs is not None or bool(body.echo)
         self.submission: Submission | None = None
+        self._passed_back = b""
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         kind = "text_completion"
@@ -184,7 +187,7 @@ class CompletionWriter:
             return self._prefix(index) + encode_json(text) + self._suffix
         choice = self._choice(output)
         choice["logprobs"] = None if self._logprobs is None else self._new_logprobs(output, self._logprobs)
-        return self._head + encode_json(choice) + self._tail
+        return with_passed_back(self._head, output) + encode_json(choice) + self._tail
 
     def _new_logprobs(self, output: GenerateOutput, k: int) -> CompletionLogprobs | None:
         index = output.index
@@ -209,9 +212,10 @@ class CompletionWriter:
         """Body of a whole answer."""
         yield self._open + b',"choices":'
         yield from joined_parts(map(self._whole_choice, outputs))
-        yield b',"usage":%b}' % encode_json(usage.usage())
+        yield self._passed_back + b',"usage":%b}' % encode_json(usage.usage())
 
     def _whole_choice(self, output: GenerateOutput) -> Iterator[bytes]:
+        self._passed_back = self._passed_back or passed_back(output)
         yield encode_json(self._choice(output))[:-1] + b',"logprobs":'
         if self._logprobs is None:
             yield b"null"

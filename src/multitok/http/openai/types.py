@@ -105,12 +105,14 @@ class OpenAIFields(SamplingFields, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
 
-    # They keep requests apart, or carry state between engines: not to be ignored.
+    # For the engine: see `engine_fields`.
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    # It keeps requests apart: not to be ignored.
     cache_salt: Unsupported = None
-    kv_transfer_params: Unsupported = None
-    bootstrap_host: Unsupported = None
-    bootstrap_port: Unsupported = None
-    bootstrap_room: Unsupported = None
     verbosity: Unsupported = None
     service_tier: Annotated[Any, Neutral("auto", "default")] = None
     guided_json: Unsupported = None
