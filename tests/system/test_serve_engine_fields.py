@@ -1,4 +1,4 @@
-"""What prefill/decode deployments put into a request reaches the engine untouched, and what it gives back the client."""
+"""What prefill/decode deployments put into a request reaches the engine untouched, and comes back to the client."""
 
 from __future__ import annotations
 
