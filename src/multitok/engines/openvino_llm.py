@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
+from multitok.engines.openvino_blocks import Key, PartialBlocks
 from multitok.engines.openvino_errors import error_text
 from multitok.engines.openvino_grammar import GrammarGate
 from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
@@ -39,13 +41,22 @@ GRAMMARS = ["json_object", "json_schema", "regex", "ebnf"]
 class _Live:
     """A request in the pipeline."""
 
-    __slots__ = ("handle", "logprobs", "number", "started")
+    __slots__ = ("handle", "ids", "logprobs", "number", "started")
 
-    def __init__(self, number: int, handle: Any, logprobs: bool) -> None:
+    def __init__(self, number: int, handle: Any, input_ids: bytes, logprobs: bool) -> None:
         self.number = number
         self.handle = handle
+        # Prompt and output, packed.
+        self.ids = bytearray(input_ids)
         self.logprobs = logprobs
         self.started = False
+
+
+class _Held(NamedTuple):
+    """A request that waits for the next step, since another one has begun that goes on from the same block."""
+
+    input_ids: bytes
+    params: SamplingParams
 
 
 class _Unchecked(NamedTuple):
@@ -151,6 +162,10 @@ class OpenVINOEngine:
             resumable=RESUMABLE if _is_exact(properties) and not config.enable_prefix_caching else [],
         )
         self._unchecked: dict[int, _Unchecked] = {}
+        self._held: dict[int, _Held] = {}
+        self._partial_blocks = PartialBlocks(self._block_size) if config.enable_prefix_caching else None
+        # Those that a request goes on from which has begun since the last step.
+        self._taken: set[Key] = set()
         self._grammars = GrammarGate(str(model_path), vocab_size)
         logger.info(
             "loaded %s on %s in %.1f s: KV cache for %d tokens, context %d",
@@ -175,7 +190,7 @@ class OpenVINOEngine:
         fields: EngineFields | None = None,
     ) -> None:
         """Take a request; `resumed` makes no difference here. See `Engine.add_request`."""
-        if number in self._live or number in self._unchecked:
+        if number in self._live or number in self._unchecked or number in self._held:
             raise ValueError(f"request {number} is in the engine already")
         self._check_prompt(np.frombuffer(input_ids, dtype=np.int32), params)
         if params.grammar is not None:
@@ -191,34 +206,40 @@ class OpenVINOEngine:
     def abort(self, number: int) -> None:
         """Cancel a request; the next step frees its blocks. An unknown number is ignored."""
         self._unchecked.pop(number, None)
-        live = self._live.pop(number, None)
+        self._held.pop(number, None)
+        live = self._live.get(number)
         if live is not None:
             live.handle.cancel()
+            self._end(live)
 
     def step(self) -> list[EngineOutput]:
         """Run one iteration of the pipeline and collect what it made."""
         outputs = self._start_checked() if self._unchecked else []
+        if self._held:
+            outputs += self._start_held()
         if self._pipeline.has_non_finished_requests():
             self._pipeline.step()
+        self._taken.clear()
         for live in self._live.values():
             if live.handle.can_read():
                 outputs.append(self._collect(live))
         for output in outputs:
-            if output.finish is not None:
-                self._live.pop(output.number, None)
+            if output.finish is not None and (ended := self._live.get(output.number)) is not None:
+                self._end(ended)
         return outputs
 
     def has_unfinished(self) -> bool:
         """Whether a request runs, waits or has yet to be freed."""
-        return bool(self._unchecked) or bool(self._pipeline.has_non_finished_requests())
+        return bool(self._unchecked) or bool(self._held) or bool(self._pipeline.has_non_finished_requests())
 
     def load(self) -> EngineLoad:
         """Return load figures; ``waiting`` are the requests that have no output yet."""
+        waiting = len(self._unchecked) + len(self._held)
         if not self._live:
-            return EngineLoad(0, len(self._unchecked), 0.0)
+            return EngineLoad(0, waiting, 0.0)
         running = sum(live.started for live in self._live.values())
         used = self._pipeline.get_metrics().cache_usage / 100
-        return EngineLoad(running, len(self._live) - running + len(self._unchecked), min(1.0, used))
+        return EngineLoad(running, len(self._live) - running + waiting, min(1.0, used))
 
     def operate(self, operation: EngineOperation) -> None:
         """Do nothing of the kind: see ``info.operations``."""
@@ -226,7 +247,7 @@ class OpenVINOEngine:
 
     def shutdown(self) -> None:
         """Cancel what runs, let the pipeline free it, and release the model."""
-        for number in [*self._live, *self._unchecked]:
+        for number in [*self._live, *self._unchecked, *self._held]:
             self.abort(number)
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
@@ -234,7 +255,13 @@ class OpenVINOEngine:
         del self._pipeline
 
     def _start(self, number: int, input_ids: bytes, params: SamplingParams) -> None:
-        """Give a request to the pipeline."""
+        """Give a request to the pipeline, now or before the step after the next."""
+        if self._partial_blocks is not None:
+            keys = self._partial_blocks.behind(input_ids)
+            if not keys.isdisjoint(self._taken):
+                self._held[number] = _Held(input_ids, params)
+                return
+            self._taken |= keys
         config = generation_config(params, self._eos)
         ids = np.frombuffer(input_ids, dtype=np.int32).astype(np.int64)
         self._pipeline_ids += 1
@@ -242,7 +269,23 @@ class OpenVINOEngine:
             handle = self._pipeline.add_request(self._pipeline_ids, ov.Tensor(ids.reshape(1, -1)), config)
         except RuntimeError as error:
             raise EngineRefusal(400, error_text(error)) from error
-        self._live[number] = _Live(number, handle, params.logprobs is not None)
+        self._live[number] = _Live(number, handle, input_ids, params.logprobs is not None)
+
+    def _end(self, live: _Live) -> None:
+        del self._live[live.number]
+        if self._partial_blocks is not None:
+            self._partial_blocks.ended(live.ids)
+
+    def _start_held(self) -> list[EngineOutput]:
+        """Start the requests that waited for a step; return the ends of those that the pipeline does not take."""
+        held, self._held = self._held, {}
+        ends: list[EngineOutput] = []
+        for number, (input_ids, params) in held.items():
+            try:
+                self._start(number, input_ids, params)
+            except EngineRefusal as refusal:
+                ends.append(_end_of(number, refusal))
+        return ends
 
     def _start_checked(self) -> list[EngineOutput]:
         """Start the requests whose grammar is good, and return the ends of those whose grammar is not."""
@@ -261,8 +304,7 @@ class OpenVINOEngine:
                     raise EngineRefusal(400 if reason is None else 503, _grammar_problem(grammar, problem))
                 self._start(number, input_ids, params)
             except EngineRefusal as refusal:
-                finish = FinishReason("error", status=refusal.status, message=refusal.message)
-                ends.append(EngineOutput(number, [], finish))
+                ends.append(_end_of(number, refusal))
         return ends
 
     def _warm_up(self) -> int:
@@ -307,6 +349,7 @@ class OpenVINOEngine:
                 break
             for part in parts.values():
                 output.output_ids += part.generated_ids
+                live.ids += array("i", part.generated_ids).tobytes()
                 if live.logprobs:
                     logprobs += part.generated_log_probs
                 if part.finish_reason != genai.GenerationFinishReason.NONE:
@@ -320,6 +363,10 @@ class OpenVINOEngine:
         if reason == genai.GenerationFinishReason.LENGTH:
             return FinishReason("length")
         return FinishReason("stop", matched=output_ids[-1] if output_ids else None)
+
+
+def _end_of(number: int, refusal: EngineRefusal) -> EngineOutput:
+    return EngineOutput(number, [], FinishReason("error", status=refusal.status, message=refusal.message))
 
 
 def _is_exact(properties: dict[str, Any]) -> bool:
