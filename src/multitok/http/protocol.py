@@ -418,7 +418,7 @@ class DirectHttpProtocol(ParsingProtocol):
     def cut(self) -> bool:
         """End what has not finished in time; returns whether there was a request.
 
-        The task of an ASGI request is cancelled by the server, and answers then.
+        The task of an ASGI request is cancelled by the server, and answers then, unless its answer has begun.
         """
         active = self._active
         self.pipeline.clear()
@@ -428,4 +428,6 @@ class DirectHttpProtocol(ParsingProtocol):
         active.keep_alive = False
         if isinstance(active, HttpExchange):
             active.cut(RequestError(503, SHUTTING_DOWN))
+        elif active.response_started:
+            self._drop()
         return True
