@@ -130,5 +130,23 @@ def test_wrong_options(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "usage: multitok bench" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--html", "--json"])
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [("none/out", "No such file or directory"), (".", "Is a directory"), ("kept/x", "Not a directory")],
+)
+def test_a_report_that_can_not_be_written_is_told_before_the_run(
+    tmp_path: Path, scripted: Callable[..., Any], option: str, path: str, problem: str
+) -> None:
+    (tmp_path / "kept").write_text("as it was")
+    server = scripted([])
+    done = bench(tmp_path, "--url", f"http://127.0.0.1:{server.port}", option, path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"multitok bench: error: {option}: can't write {path}: {problem}\n")
+    assert server.connections == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_text() == "as it was"
+
+
 def test_every_standard_workload_can_be_chosen(tmp_path: Path) -> None:
     assert f"{{{','.join(STANDARD)}}}" in bench(tmp_path, "--help").stdout

@@ -273,9 +273,9 @@ ENDS = [
     (CHAT * 3, abort),
     (b"\0\0\r\n", lambda _: None),
     (b"\0\0\r\n", abort),
-    (b"GET /v1/models HTTP/1.1\r\n\r\n", abort),
-    (b"GET /v1/models HTTP/1.1\r\n\r\n", half_close),
-    (b"GET /v1/models HTTP/1.1\r\nConnection: close\r\n\r\n", lambda _: None),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", abort),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", half_close),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", lambda _: None),
 ]
 
 

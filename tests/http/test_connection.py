@@ -6,9 +6,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
+from every_route import ALL, message
 from http_double import WAIT, Connection, DoubleManager, RunningServer, chat, request, running
 
 CHAT = "/v1/chat/completions"
@@ -112,7 +114,7 @@ def test_chunked_request_body(auto: RunningServer) -> None:
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:5], body[5:6], body[6:]))
     with auto.connect() as connection:
         for _ in range(2):
-            connection.send(b"POST %b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode())
+            connection.send(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode())
             connection.send(chunks + b"0\r\n\r\n")
             assert content(connection.read()) == "abc"
 
@@ -122,7 +124,8 @@ def test_expect_100_continue(auto: RunningServer, path: str) -> None:
     body = msgspec.json.encode(chat() | {"prompt": "a"})
     with auto.connect() as connection:
         connection.send(
-            b"POST %b HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
+            b"POST %b HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+            % (path.encode(), len(body))
         )
         assert connection.file.readline() == b"HTTP/1.1 100 Continue\r\n"
         assert connection.file.readline() == b"\r\n"
@@ -132,7 +135,9 @@ def test_expect_100_continue(auto: RunningServer, path: str) -> None:
 
 def test_expect_100_continue_of_a_body_that_is_too_large(auto: RunningServer) -> None:
     with auto.connect() as connection:
-        connection.send(b"POST %b HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 5000\r\n\r\n" % CHAT.encode())
+        connection.send(
+            b"POST %b HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 5000\r\n\r\n" % CHAT.encode()
+        )
         assert connection.read().status == 413
         assert connection.at_end()
 
@@ -190,7 +195,7 @@ def test_body_limit(auto: RunningServer, path: str, chunked: bool) -> None:
     body = msgspec.json.encode({"prompt": "a" * 200_000})
     with auto.connect() as connection:
         if chunked:
-            connection.send(b"POST %b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode())
+            connection.send(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % path.encode())
             connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
         else:
             connection.post(path, body)
@@ -235,7 +240,7 @@ def test_garbage_after_a_request_does_not_spoil_its_answer(manual: RunningServer
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x00garbage\r\n\r\n", b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz"]
+    "garbage", [b"\x00garbage\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz"]
 )
 def test_all_requests_before_garbage_are_answered(manual: RunningServer, garbage: bytes) -> None:
     with manual.connect() as connection:
@@ -246,10 +251,19 @@ def test_all_requests_before_garbage_are_answered(manual: RunningServer, garbage
         assert connection.at_end()
 
 
+@pytest.mark.parametrize("line", ["X: a\r\n" * 200, "Connection: close\r\n"])
+@pytest.mark.parametrize("route", ALL, ids=lambda route: route[1])
+def test_garbage_behind_a_last_request_has_no_answer(auto: RunningServer, route: Any, line: str) -> None:
+    with auto.connect() as connection:
+        connection.send(message(*route, line) + b"\0\r\n\r\n")
+        assert connection.read().status in (200, 431)
+        assert connection.at_end()
+
+
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 def test_garbage_in_a_body(auto: RunningServer, path: str) -> None:
     with auto.connect() as connection:
-        connection.send(b"POST %b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" % path.encode())
+        connection.send(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n" % path.encode())
         assert connection.read().status == 400
         assert connection.at_end()
 
@@ -264,7 +278,7 @@ def test_an_upgrade_that_is_not_offered_is_ignored(auto: RunningServer) -> None:
         connection.send(request(CHAT, chat(), upgrade) * 3)
         for _ in range(3):
             assert content(connection.read()) == "abc"
-        connection.send(f"GET /health HTTP/1.1\r\n{upgrade}\r\n".encode())
+        connection.send(f"GET /health HTTP/1.1\r\nHost: x\r\n{upgrade}\r\n".encode())
         assert connection.read().status == 200
 
 
@@ -312,7 +326,9 @@ def test_leaving_aborts(manual: RunningServer, leave, stream: bool, steps: int) 
 
 def test_leaving_with_pipelined_requests_aborts_the_running_one(manual: RunningServer) -> None:
     connection = manual.connect()
-    connection.send(request(CHAT, chat("one")) + request(CHAT, chat("two")) + b"GET /health HTTP/1.1\r\n\r\n")
+    connection.send(
+        request(CHAT, chat("one")) + request(CHAT, chat("two")) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    )
     submission = manual.manager.next_submission()
     connection.close()
     assert submission.aborted.wait(WAIT)

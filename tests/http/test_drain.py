@@ -68,7 +68,7 @@ def test_idle_connections_are_closed() -> None:
 
 def test_a_request_that_is_just_coming_in_is_answered() -> None:
     with running(DoubleManager(auto="abc"), keep_alive_timeout=1) as server, server.connect() as connection:
-        connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nContent-")
+        connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-")
         while not server.call(lambda: any(c._receiving for c in server.server._state.connections)):
             pass
         drained = begin(server, WAIT)
@@ -84,7 +84,7 @@ def test_a_request_that_comes_in_behind_a_stream_is_answered() -> None:
         first = server.manager.next_submission()
         server.call(first.step, "a")
         body = msgspec.json.encode(chat())
-        connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nContent-")
+        connection.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-")
         (protocol,) = server.server._state.connections
         while not server.call(lambda: protocol._receiving):
             pass

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from every_route import ALL, ASGI, CLIENT, HOT, call, error, head, message
+from every_route import ALL, ASGI, HOT, call, error, head, message
 from http_double import WAIT, Connection, DoubleManager, RunningServer, chat, running
 from test_drain import begin
 
@@ -329,19 +329,77 @@ MALFORMED = {
     "a NUL in a name": "X\0: a\r\n",
     "no colon": "Xa\r\n",
     "no name": ": a\r\n",
+    # The parser lets these pass.
+    "something before chunked": "Transfer-Encoding: identity, chunked\r\n",
+    "another encoding before chunked": "Transfer-Encoding: gzip,chunked\r\n",
+    "nothing before chunked": "Transfer-Encoding: , chunked\r\n",
+    "something, then chunked": "Transfer-Encoding: identity\r\n" + TE,
+    "another encoding, then chunked": "Transfer-Encoding: gzip\r\n" + TE,
+    "two hosts": "HOST: y\r\n",
+    "two equal hosts": "Host: x\r\n",
+    "two authorizations": "Authorization: Bearer a\r\nauthorization: Bearer b\r\n",
+    "two equal authorizations": "Authorization: Bearer a\r\n" * 2,
+    "two keys": "X-API-Key: a\r\n" * 2,
+    "two request ids": "X-Request-Id: a\r\nX-Request-Id: b\r\n",
+    "two origins": "Origin: http://a\r\nOrigin: http://b\r\n",
 }
 
 
 @pytest.mark.parametrize("lines", MALFORMED.values(), ids=MALFORMED.keys())
-@pytest.mark.parametrize("route", CLIENT, ids=lambda route: route[1])
+@by_path
 def test_heads_that_others_may_read_otherwise(server: RunningServer, route: Any, lines: str) -> None:
     with server.connect() as connection:
         # What a second reader of the bytes would take for a request.
-        smuggled = b"0\r\n\r\nPOST /abort_request HTTP/1.1\r\nContent-Length: 18\r\n\r\n" + b'{"abort_all":true}'
+        smuggled = (
+            b"0\r\n\r\nPOST /abort_request HTTP/1.1\r\nHost: x\r\nContent-Length: 18\r\n\r\n" + b'{"abort_all":true}'
+        )
         connection.send(f"{route[0]} {route[1]} HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode("latin-1") + smuggled)
         assert error(connection.read())[0] == 400
         assert connection.at_end()
     assert server.manager.aborts == []
+
+
+@by_path
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_head_without_host(server: RunningServer, route: Any, behind: bool) -> None:
+    bare = message(*route).replace(b"Host: x\r\n", b"")
+    with server.connect() as connection:
+        connection.send((message(*HOT[1]) if behind else b"") + bare + message(*route))
+        if behind:
+            assert connection.read().status == 200
+        assert error(connection.read()) == (400, "the header Host is missing")
+        assert connection.at_end()
+    # An empty one is one, and HTTP/1.0 has none.
+    for good in (
+        message(*route).replace(b"Host: x", b"Host: "),
+        bare.replace(b"HTTP/1.1", b"HTTP/1.0"),
+    ):
+        with server.connect() as connection:
+            connection.send(good)
+            assert connection.read().status == 200
+
+
+@by_path
+def test_what_the_parser_lets_pass_is_named(server: RunningServer, route: Any) -> None:
+    for lines, words in (
+        ("Host: y\r\n", "the header Host may come only once"),
+        ("Authorization: a\r\n" * 2, "the header Authorization may come only once"),
+        ("Transfer-Encoding: identity, chunked\r\n", "Transfer-Encoding: must be chunked and nothing else"),
+    ):
+        with server.connect() as connection:
+            connection.send(head(route[0], route[1], lines))
+            assert error(connection.read()) == (400, words)
+            assert connection.at_end()
+
+
+@by_post
+def test_chunked_in_any_spelling(server: RunningServer, route: Any) -> None:
+    body = msgspec.json.encode(route[2])
+    with server.connect() as connection:
+        for value in ("chunked", "Chunked", "\tCHUNKED"):
+            connection.send(head("POST", route[1], f"Transfer-Encoding:{value}\r\n"))
+            connection.send(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+            assert connection.read().status == 200
 
 
 @pytest.mark.parametrize(
@@ -361,12 +419,12 @@ def test_chunks_that_are_none(server: RunningServer, route: Any, chunks: bytes) 
 @pytest.mark.parametrize(
     "start",
     ["get / HTTP/1.1", " GET / HTTP/1.1", "GET / HTTP/1.2", "GET / HTTP/9.9", "GET /a b HTTP/1.1", "GET  HTTP/1.1",
-     "PRI * HTTP/2.0\r\n\r\nSM", "CONNECT a:1 HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\nHost: x", "BREW / HTTP/1.1",
+     "PRI * HTTP/2.0\r\n\r\nSM", "CONNECT a:1 HTTP/1.1", "\x16\x03\x01", "GET / HTTP/1.1\nX: x", "BREW / HTTP/1.1",
      "GET http:///// HTTP/1.1", "GET http://[ HTTP/1.1", "OPTIONS * HTTP/1.1"],
 )  # fmt: skip
 def test_request_lines_that_are_none(server: RunningServer, start: str) -> None:
     with server.connect() as connection:
-        connection.send(f"{start}\r\n\r\n".encode("latin-1"))
+        connection.send(f"{start}\r\nHost: x\r\n\r\n".encode("latin-1"))
         assert error(connection.read())[0] in (400, 404)
 
 

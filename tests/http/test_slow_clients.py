@@ -85,6 +85,18 @@ def test_an_answer_of_a_route_behind_asgi_that_is_not_read(impatient: RunningSer
         eventually(lambda: impatient.slot.published[-1] == 0)
 
 
+def test_an_answer_of_a_route_behind_asgi_that_is_read_late(patient: RunningServer) -> None:
+    """It is made whole, and written as its client takes it."""
+    with connect(patient) as connection:
+        connection.post("/tokenize", TEXTS)
+        protocol = protocol_of(patient)
+        eventually(lambda: protocol.flow is not None and protocol.flow.write_paused)
+        assert patient.call(protocol.transport.get_write_buffer_size) < 512 * 1024
+        answer = connection.read()
+        assert (answer.status, len(answer.json()["tokens"])) == (200, 100)
+        assert call(connection, ALL[2]).status == 200
+
+
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_a_last_answer_that_is_not_read(impatient: RunningServer, path: str, version: str) -> None:
@@ -177,6 +189,19 @@ def test_a_drain_does_not_wait_for_a_client_that_does_not_read(patient: RunningS
     with connect(patient) as connection:
         stall(patient, connection, stream)
         assert begin(patient, 0.05).result(WAIT) == (0, 1)
+
+
+def test_a_drain_does_not_wait_for_who_does_not_read_an_answer_behind_asgi(
+    patient: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect(patient) as connection:
+        connection.post("/tokenize", TEXTS)
+        protocol = protocol_of(patient)
+        eventually(lambda: protocol.flow is not None and protocol.flow.write_paused)
+        assert begin(patient, 0.05).result(WAIT) == (0, 1)
+        with contextlib.suppress(ConnectionResetError):
+            connection.file.read()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ from test_drain import begin
 from multitok.config import OptionError, ServerArgs
 from multitok.http.tls import load_tls
 
+# Makes an answer of 1.5 MB.
+TEXTS = {"prompt": ["x" * 3000] * 100}
+
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
@@ -152,6 +155,16 @@ def test_a_client_that_does_not_read_is_dropped(
     server.manager.auto = "abc"
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_answer_of_a_route_behind_asgi_that_is_not_read(
+    server: RunningServer, certificates: Certificates, goes_on: bool
+) -> None:
+    with connect(server, certificates) as connection:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.post("/tokenize", TEXTS, "" if goes_on else "Connection: close\r\n")
+        eventually(lambda: server.slot.published[-1] == 0)
+
+
 def test_large_answers_arrive_whole(server: RunningServer, certificates: Certificates) -> None:
     server.manager.auto = None
     for headers in ("", "Connection: close\r\n"):
@@ -159,6 +172,9 @@ def test_large_answers_arrive_whole(server: RunningServer, certificates: Certifi
             connection.post(HOT[0][1], chat(), headers)
             server.call(server.manager.next_submission().finish, "xy" * 5_000_000)
             assert connection.read().json()["choices"][0]["message"]["content"] == "xy" * 5_000_000
+            if not headers:
+                connection.post("/tokenize", TEXTS)
+                assert [len(ids) for ids in connection.read().json()["tokens"]] == [3001] * 100
     server.manager.auto = "abc"
 
 

@@ -8,6 +8,7 @@ import socket
 import msgspec
 import pytest
 
+from multitok.config import OptionError
 from multitok.launcher.http_workers import HttpWorkers
 from multitok.launcher.load_board import LoadBoard, most_workers, worker_slots
 from multitok.launcher.shared_memory import block_name
@@ -38,9 +39,14 @@ class Pool:
             exit_timeout=1.0,
             on_made=self.started.append,
         )
-        self.changes = WorkerChanges(self.workers, multi=count > 1)
+        self.problem = None
+        self.changes = WorkerChanges(self.workers, count > 1, self.check)
         self.fork_server = family.add("fork_server")
         self.workers.make_all()
+
+    def check(self):
+        if self.problem is not None:
+            raise OptionError(self.problem)
 
     def orders(self):
         """What the fork server was told to make, with the new worker's end of its channel."""
@@ -191,6 +197,26 @@ def test_a_replacement_that_cannot_start_leaves_the_old_worker_and_the_rest_alon
     assert not any(worker.draining for worker in old)
     pool.changes.ask(signal.SIGTTOU)
     assert pool.workers.wanted == {1}
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTTIN])
+def test_no_worker_is_made_while_its_files_can_not_be_read(make_pool, caplog, number):
+    pool = make_pool(2)
+    old = pool.make()
+    pool.problem = "--ssl-certfile: can't read it"
+    for _ in range(2):
+        pool.changes.ask(number)
+    # Others are carried out.
+    pool.changes.ask(signal.SIGTTOU)
+    assert pool.orders() == []
+    assert pool.workers.wanted == {1}
+    assert not old[0].draining
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 2
+    assert all(error.startswith(number.name) and error.endswith(": " + pool.problem) for error in errors)
+    pool.problem = None
+    pool.changes.ask(number)
+    assert len(pool.make()) == 1
 
 
 def test_workers_that_a_dead_fork_server_was_to_make_are_ordered_anew(family, make_pool):

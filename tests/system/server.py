@@ -284,7 +284,8 @@ class Server:
                     return
         raise AssertionError(f"no connection got to worker {worker}")
 
-    def openai_over(self, client: httpx.Client) -> openai.OpenAI:
+    def openai_over(self, client: Any) -> openai.OpenAI:
+        """Ask through an httpx client; some versions of openai say in their types that they take others only."""
         return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key=self._api_key, max_retries=0, http_client=client)
 
     def begin(self, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
@@ -294,7 +295,8 @@ class Server:
         return connection
 
     def processes(self) -> dict[str, dict[str, int]]:
-        return self.http.get("/server_info").raise_for_status().json()["processes"]
+        processes: dict[str, dict[str, int]] = self.http.get("/server_info").raise_for_status().json()["processes"]
+        return processes
 
     def load(self) -> tuple[int, int]:
         """Requests that run in the engines, and that wait for them."""
@@ -329,4 +331,5 @@ def port_is_free(port: int) -> bool:
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        port: int = sock.getsockname()[1]
+        return port

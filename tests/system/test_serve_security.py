@@ -100,7 +100,7 @@ def test_a_rolling_restart_brings_new_certificates_and_keys(certificates: Certif
     keys = tmp_path / "keys"
     keys.write_text("sk-old\n")
     options = [*_FAST, *workers(2), "--api-key-file", str(keys), *_with_tls(certificates)]
-    with Server(*options, api_key="sk-old", authority=certificates.authority_file) as server:
+    with Server(*options, api_key="sk-old", authority=certificates.authority_file, errors=True) as server:
 
         def shown() -> bytes:
             with (
@@ -120,11 +120,25 @@ def test_a_rolling_restart_brings_new_certificates_and_keys(certificates: Certif
 
         old = shown()
         assert (answers("sk-old"), answers("sk-new")) == ({200}, {401})
+        # What can't be used is found before anybody is replaced.
+        certificate = Path(certificates.certfile)
+        pids, good = server.titles(), certificate.read_bytes()
+        certificate.write_bytes(good[: len(good) // 2])
+        server.send_signal(signal.SIGHUP)
+        server.wait_for_line(" ERROR .*SIGHUP: no worker is replaced: --ssl-certfile, --ssl-keyfile: not a certificate")
+        certificate.write_bytes(good)
+        keys.write_text("")
+        server.send_signal(signal.SIGHUP)
+        server.wait_for_line(" ERROR .*SIGHUP: no worker is replaced: --api-key-file: there is no key in")
+        assert server.titles() == pids
+        assert shown() == old
+        assert answers("sk-old") == {200}
         certificates.renew()
         keys.write_text("sk-new\n")
         server.send_signal(signal.SIGHUP)
         eventually(lambda: answers("sk-new") == {200} and answers("sk-old") == {401}, START_S, "new keys everywhere")
         assert all(shown() != old for _ in range(10))
+        assert server.log.count(" ERROR ") == 2
 
 
 def test_an_open_server_is_warned_about() -> None:

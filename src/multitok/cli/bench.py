@@ -83,6 +83,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from multitok.bench.sweep import run_sweep
     from multitok.bench.target import BenchError
 
+    for option, path in (("--html", options.html), ("--json", options.json)):
+        if path is not None and (problem := _unwritable(path)):
+            parser.error(f"{option}: can't write {path}: {problem}")
     try:
         report = run_sweep(options)
     except BenchError as error:
@@ -102,6 +105,19 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         print(f"multitok bench: {error}", file=sys.stderr)
         return 1
     return 0 if any(point.summary.ok for point in report.points) else 1
+
+
+def _unwritable(path: Path) -> str | None:
+    """Say why a file can't be written, before a run of minutes is made for it; what is there stays."""
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def _count(text: str) -> int:

@@ -11,8 +11,7 @@ import msgspec
 from multitok.cli.options import add_server_options, server_args_of
 from multitok.config import OptionError, ServerArgs
 from multitok.engines.registry import NEEDS_NO_MODEL
-from multitok.http.auth import ApiKeys
-from multitok.http.tls import load_tls
+from multitok.http.files import check_files
 from multitok.launcher.launcher import Launcher
 from multitok.observability.logging import configure_logger
 from multitok.tokenizer.errors import ModelError
@@ -44,9 +43,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(_in_options(str(error)))
     configure_logger(server_args.log_level, "launcher")
     try:
-        # The workers read them too, each when it starts; here a mistake is seen before anything is started.
-        ApiKeys.load(server_args)
-        load_tls(server_args)
+        check_files(server_args)
         files = _resolve(server_args)
     except (ModelError, OptionError) as error:
         _log.error("%s", error)

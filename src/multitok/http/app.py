@@ -17,6 +17,7 @@ from multitok.http.admin.health import HealthRoutes
 from multitok.http.admin.info import InfoRoute
 from multitok.http.auth import check_admin
 from multitok.http.errors import internal_error
+from multitok.http.exchange import PIECE
 from multitok.http.native.abort import AbortRoute
 from multitok.http.native.tokens import TokenRoutes
 from multitok.http.openai.models import ModelRoutes
@@ -106,6 +107,21 @@ async def _on_failure(request: Request, exc: Exception) -> Response:
     return error_response(internal_error())
 
 
+async def _send_in_pieces(send: Send, message: Message) -> None:
+    """Send a large body as the client takes it.
+
+    Between two pieces uvicorn waits while writing is paused, and so is seen who takes nothing. With TLS a body in one
+    piece would go through to the socket's transport, and what waits there pauses nobody.
+    """
+    body = message.get("body", b"")
+    if len(body) <= PIECE:
+        await send(message)
+        return
+    for start in range(0, len(body), PIECE):
+        more = start + PIECE < len(body) or message.get("more_body", False)
+        await send({**message, "body": body[start : start + PIECE], "more_body": more})
+
+
 class _Guard:
     """Turns whatever goes wrong into an answer in the error format.
 
@@ -130,7 +146,7 @@ class _Guard:
             if not started and cors:
                 message["headers"] = [*message["headers"], *cors]
             started = True
-            await send(message)
+            await _send_in_pieces(send, message)
 
         headers: dict[str, str] = {}
         try:

@@ -27,6 +27,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 _CODES = {
@@ -40,6 +41,7 @@ _CODES = {
     431: "headers_too_large",
     500: "internal_error",
     503: "overloaded",
+    504: "timeout",
 }
 
 

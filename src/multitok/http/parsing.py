@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 INVALID = "Invalid HTTP request received."
 
+# Each may come once: of two, somebody before this server may have looked at the other.
 _NOTED = frozenset(
-    (b"authorization", b"content-length", b"origin", b"transfer-encoding", b"x-api-key", b"x-request-id")
+    (b"authorization", b"content-length", b"host", b"origin", b"transfer-encoding", b"x-api-key", b"x-request-id")
 )
 
 
@@ -35,7 +36,7 @@ class ParsingProtocol(HttpToolsProtocol):
     Attributes
     ----------
     noted : dict of bytes to bytes
-        Of the message's headers those that the connection itself looks at; the last one of a name.
+        Of the message's headers those that the connection itself looks at.
     """
 
     server_state: DirectServerState
@@ -49,6 +50,8 @@ class ParsingProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.noted: dict[bytes, bytes] = {}
+        # One of them that came twice.
+        self._repeated: bytes | None = None
         # A message has begun and has not ended; its head has not ended.
         self._receiving = self._in_head = False
         # Input is thrown away.
@@ -110,12 +113,25 @@ class ParsingProtocol(HttpToolsProtocol):
         elif self._wire - FRAMES_PER_BYTE * self._body_size > state.max_header_bytes + self._fed:
             self._refuse_message(RequestError(400, "the chunks of the body have more frame than content"))
 
-    def _head_is_too_large(self) -> bool:
+    def _head_problem(self) -> RequestError | None:
+        """Say what is wrong with a head, whatever it asks for; the connection can't go on after it.
+
+        What the parser lets pass and others may read in another way is refused here.
+        """
+        limit = self.server_state.max_header_bytes
         # Negative: the message begins in the middle of the data.
-        if 0 <= self._wire <= self.server_state.max_header_bytes - self._fed:
-            return False
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        return size > self.server_state.max_header_bytes
+        if not 0 <= self._wire <= limit - self._fed:
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > limit:
+                return head_too_large(limit)
+        noted = self.noted
+        if self._repeated is not None:
+            return RequestError(400, f"the header {self._repeated.decode().title()} may come only once")
+        if b"host" not in noted and self.parser.get_http_version() != "1.0":
+            return RequestError(400, "the header Host is missing")
+        if b"transfer-encoding" in noted and noted[b"transfer-encoding"].lower() != b"chunked":
+            return RequestError(400, "Transfer-Encoding: must be chunked and nothing else")
+        return None
 
     def _new_parser(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
@@ -143,6 +159,7 @@ class ParsingProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._receiving = self._in_head = True
         self.noted = {}
+        self._repeated = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take down a header; those behind a chunked body are ignored."""
@@ -151,6 +168,8 @@ class ParsingProtocol(HttpToolsProtocol):
         name = name.lower()
         self.headers.append((name, value))
         if name in _NOTED:
+            if name in self.noted:
+                self._repeated = name
             self.noted[name] = value
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True

@@ -21,7 +21,7 @@ from multitok.http.errors import error_body
 from multitok.http.exchange import HttpExchange, Route, body_too_large
 from multitok.http.gate import Gate
 from multitok.http.limits import DISCARDED_BODY
-from multitok.http.parsing import ParsingProtocol, head_too_large
+from multitok.http.parsing import ParsingProtocol
 from multitok.http.slow_client import SlowClientWatch
 from multitok.http.state import DirectServerState
 from multitok.tokenizer.requests import RequestError
@@ -127,7 +127,7 @@ class DirectHttpProtocol(ParsingProtocol):
         self._client_watch.begin()
 
     def _drop(self) -> None:
-        logger.debug("a client does not read: dropped")
+        logger.debug("a client does not read in time: dropped")
         self._leave()
         self.transport.abort()
 
@@ -187,6 +187,9 @@ class DirectHttpProtocol(ParsingProtocol):
 
     def _refuse_message(self, error: RequestError) -> None:
         """Answer with the error where it is this connection's turn; requests before this one are still answered."""
+        if self._discarding or self.transport.is_closing():
+            # Behind a request that was the last, in the same data.
+            return
         logger.debug("%s", error.message)
         cycle: Any = self.cycle
         if cycle is not None and cycle.more_body and self.pipeline and self.pipeline[0][0] is cycle:
@@ -236,9 +239,8 @@ class DirectHttpProtocol(ParsingProtocol):
             cors = state.cors.headers(self.noted.get(b"origin"))
             if cors and method == b"OPTIONS" and self._has_header(b"access-control-request-method"):
                 route = state.cors.preflight
-        if self._head_is_too_large():
-            refusal: RequestError | None = head_too_large(state.max_header_bytes)
-        else:
+        broken = refusal = self._head_problem()
+        if broken is None:
             refusal = self._gate.check(path, self.headers, self.noted, route is not None and method == b"OPTIONS")
         previous = self.cycle
         busy = previous is not None and not previous.response_complete
@@ -255,7 +257,7 @@ class DirectHttpProtocol(ParsingProtocol):
             self._begin_asgi(previous, unread)
             if not busy:
                 self._active = self.cycle
-        if state.drain_grace is not None:
+        if broken is not None or state.drain_grace is not None:
             self.cycle.keep_alive = False
         if busy:
             self._regulate_reading()
@@ -416,7 +418,7 @@ class DirectHttpProtocol(ParsingProtocol):
     def cut(self) -> bool:
         """End what has not finished in time; returns whether there was a request.
 
-        The task of an ASGI request is cancelled by the server, and answers then.
+        The task of an ASGI request is cancelled by the server, and answers then, unless its answer has begun.
         """
         active = self._active
         self.pipeline.clear()
@@ -426,4 +428,6 @@ class DirectHttpProtocol(ParsingProtocol):
         active.keep_alive = False
         if isinstance(active, HttpExchange):
             active.cut(RequestError(503, SHUTTING_DOWN))
+        elif active.response_started:
+            self._drop()
         return True

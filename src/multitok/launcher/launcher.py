@@ -13,6 +13,7 @@ import msgspec
 from multitok import __version__
 from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
+from multitok.http.files import check_files
 from multitok.launcher.child_process import ChildProcess
 from multitok.launcher.children import DETOKENIZER, FORK_SERVER, ROUTER, SCHEDULER, WORKER, Announcer, Children
 from multitok.launcher.hang_watch import CHECK_S, HangWatch
@@ -140,7 +141,7 @@ class Launcher:
             exit_timeout=_STOP_TIMEOUT_S,
             on_made=self._send_start,
         )
-        self._changes = WorkerChanges(self._workers, self._args.multi)
+        self._changes = WorkerChanges(self._workers, self._args.multi, lambda: check_files(self._args))
         for rank in range(len(ports.scheduler_ipc_names)):
             self._start(SCHEDULER, rank)
         for index in range(len(ports.detokenizer_ipc_names)):

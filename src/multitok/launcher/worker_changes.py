@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 from collections import deque
+from collections.abc import Callable
 
+from multitok.config import OptionError
 from multitok.launcher.child_process import part_name
 from multitok.launcher.children import WORKER
 from multitok.launcher.http_workers import HttpWorkers
@@ -22,11 +24,14 @@ class WorkerChanges:
         Changed.
     multi : bool
         Whether there is a router; without one, only one worker can be in service.
+    check : callable
+        Raises `OptionError` for files that a new worker could not read: it would be tried again and again.
     """
 
-    def __init__(self, workers: HttpWorkers, multi: bool) -> None:
+    def __init__(self, workers: HttpWorkers, multi: bool, check: Callable[[], None]) -> None:
         self._workers = workers
         self._multi = multi
+        self._check = check
         self._asked: deque[signal.Signals] = deque()
         # Workers that are still to be replaced, and the one whose next life is awaited.
         self._left: list[int] = []
@@ -77,12 +82,25 @@ class WorkerChanges:
                 continue
             match self._asked.popleft():
                 case signal.SIGHUP:
-                    self._left = sorted(self._workers.wanted)
-                    _log.info("SIGHUP: replacing %d HTTP worker(s), one after the other", len(self._left))
+                    self._replace_all()
                 case signal.SIGTTIN:
                     self._add()
                 case signal.SIGTTOU:
                     self._retire()
+
+    def _replace_all(self) -> None:
+        if not self._can_start("SIGHUP: no worker is replaced"):
+            return
+        self._left = sorted(self._workers.wanted)
+        _log.info("SIGHUP: replacing %d HTTP worker(s), one after the other", len(self._left))
+
+    def _can_start(self, otherwise: str) -> bool:
+        try:
+            self._check()
+        except OptionError as error:
+            _log.error("%s: %s", otherwise, error)
+            return False
+        return True
 
     def _await(self, index: int) -> None:
         self._awaited = index
@@ -94,7 +112,7 @@ class WorkerChanges:
             _log.warning("SIGTTIN: no worker is added: with one HTTP worker there is no router for more")
         elif len(wanted) >= self._workers.most:
             _log.warning("SIGTTIN: no worker is added: the load board has room for %d", self._workers.most)
-        else:
+        elif self._can_start("SIGTTIN: no worker is added"):
             index = next(i for i in range(1, len(wanted) + 2) if i not in wanted)
             wanted.add(index)
             self._adding = True
