@@ -68,6 +68,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         Whose limits it counts against; 0 where there are no keys.
     timeout : float or None
         Seconds that it may take.
+    resumed_tokens : int
+        See `TokenizedGenerateReqInput`.
     """
 
     prompts: list[str | bytes]
@@ -84,6 +86,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     priority: int = 0
     tenant: int = 0
     timeout: float | None = None
+    resumed_tokens: int = 0
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
