@@ -106,8 +106,7 @@ class Attempt:
             return
         try:
             for event in self._events.feed(data):
-                self._read(event)
-                if self._over:
+                if self._read(event):
                     return
         except (ValueError, TypeError) as error:
             self._make_no_sense(error)
@@ -140,15 +139,16 @@ class Attempt:
 
     # What it means
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: bytes) -> bool:
+        """Take an event, or a whole answer; returns whether that was all."""
         delta = self._api.read(data, self.have)
-        if delta is None:
-            return
-        self.have += len(delta.ids)
-        if delta.failure is None and delta.finish is None:
-            self._on_delta(delta)
-        else:
-            self._end(delta)
+        if delta is not None:
+            self.have += len(delta.ids)
+            if delta.failure is None and delta.finish is None:
+                self._on_delta(delta)
+            else:
+                self._end(delta)
+        return self._over
 
     def _end(self, delta: Delta) -> None:
         self._over = True

@@ -190,9 +190,9 @@ async def _of_models(pool: ConnectionPool, body: bytes) -> PeerApi:
     base = next((model for model in models if model.owned_by == "vllm" and model.parent is None), None)
     if base is None:
         raise WrongEngine("it is none of multitok, sglang and vllm")
-    # Whoever only takes POST answers 405.
-    status, _ = await _get(pool, TOKENS_ROUTE)
-    tokens = status != 404
+    # Without --enable-scale-out the route is there, and forbidden.
+    status, _ = await fetch(pool, "POST", TOKENS_ROUTE, b"{}", _TIMEOUT_S)
+    tokens = status not in (401, 403, 404)
     status, answer = await _get(pool, "/version")
     info = PeerInfo(
         kind="vllm",
