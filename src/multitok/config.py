@@ -32,9 +32,13 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: Annotated[
         str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
     ] = None
-    engine: Annotated[str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")] = (
-        "openvino"
-    )
+    engine: Annotated[
+        str,
+        Meta(
+            description="openvino; remote: engines that run elsewhere, over HTTP; or simulated: runs no model, for "
+            "tests and benchmarks"
+        ),
+    ] = "openvino"
     engine_arg: Annotated[
         list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
     ] = []
@@ -148,6 +152,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             self,
             api_key=[_HIDDEN] * len(self.api_key),
             admin_api_key=_HIDDEN if self.admin_api_key is not None else None,
+            engine_arg=[f"api_key={_HIDDEN}" if arg.startswith("api_key=") else arg for arg in self.engine_arg],
         )
 
 

@@ -6,6 +6,7 @@ here knows about text, HTTP or owners.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -105,6 +106,26 @@ def params_left(params: SamplingParams, resumed: int) -> SamplingParams:
         max_new_tokens=params.max_new_tokens - resumed,
         min_new_tokens=max(0, params.min_new_tokens - resumed),
     )
+
+
+def may_go_on(params: SamplingParams, resumable: Collection[str]) -> bool:
+    """Whether a generation that has begun can go on from its ids with exactly those of an undisturbed run.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Its own.
+    resumable : collection of str
+        As in `EngineInfo`.
+    """
+    if not resumable or (params.temperature > 0 and "temperature" not in resumable):
+        return False
+    changed = {
+        field.name
+        for field in msgspec.structs.fields(params)
+        if not field.required and getattr(params, field.name) != field.default
+    }
+    return changed - {"temperature"} <= set(resumable)
 
 
 class EngineOutput(msgspec.Struct, gc=False):

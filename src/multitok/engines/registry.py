@@ -108,12 +108,19 @@ def _make_simulated(settings: EngineSettings) -> Engine:
     )
 
 
+def _make_remote(settings: EngineSettings) -> Engine:
+    from multitok.engines.remote.engine import RemoteEngine
+
+    return RemoteEngine(settings)
+
+
 _MAKERS: dict[str, Callable[[EngineSettings], Engine]] = {
     "openvino": _make_openvino,
+    "remote": _make_remote,
     "simulated": _make_simulated,
 }
 ENGINE_NAMES = tuple(_MAKERS)
 # Those that need no weights here, so that --tokenizer without --model is enough.
-NEEDS_NO_MODEL = frozenset({"simulated"})
+NEEDS_NO_MODEL = frozenset({"remote", "simulated"})
 # Those with options of their own after ``--``.
 TAKES_COMMAND_LINE: frozenset[str] = frozenset()

@@ -118,6 +118,8 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
         Characters of text that the owner has of `resumed_ids`.
     engine_fields : EngineFields or None
         What else the engine is told.
+    resumed_tokens : int
+        How many of the last `input_ids` are output of an earlier run elsewhere, which `sampling_params` doesn't count.
     """
 
     rid: str | None = None
@@ -134,6 +136,7 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     resumed_ids: bytes = b""
     text_length: int = 0
     engine_fields: EngineFields | None = None
+    resumed_tokens: int = 0
 
 
 class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):

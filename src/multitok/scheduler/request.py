@@ -119,6 +119,12 @@ class ScheduledRequest:
         )
 
     @property
+    def engine_resumed(self) -> int:
+        """How many of the last ids that the engine begins with are output of an earlier run, here or elsewhere."""
+        before = self.message.resumed_tokens if isinstance(self.message, TokenizedGenerateReqInput) else 0
+        return before + self.resumed
+
+    @property
     def engine_fields(self) -> EngineFields | None:
         """What else the engine is told."""
         return self.message.engine_fields if isinstance(self.message, TokenizedGenerateReqInput) else None

@@ -353,7 +353,7 @@ class Scheduler:
             request = self._table.begin_next()
             ids, params = request.engine_input()
             try:
-                self._engine.add_request(request.number, ids, params, request.resumed, request.engine_fields)
+                self._engine.add_request(request.number, ids, params, request.engine_resumed, request.engine_fields)
             except EngineRefusal as refusal:
                 self._refuse_waiting(request, refusal.status, refusal.message)
             except Exception:

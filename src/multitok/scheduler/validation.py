@@ -30,6 +30,8 @@ def problem_of(message: RequestMessage, info: EngineInfo) -> str | None:
         resumed = len(message.resumed_ids) // 4
         if resumed > most:
             return f"the output so far has {resumed} tokens, more than the limit of {most}"
+        if not 0 <= message.resumed_tokens < len(message.input_ids) // 4:
+            return f"the prompt can't end with {message.resumed_tokens} output tokens"
         fields = message.engine_fields
         if fields is not None and (unknown := [name for name in fields.in_use() if name not in info.fields]):
             return f"engine {info.name!r} does not take {', '.join(unknown)}"

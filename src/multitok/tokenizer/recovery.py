@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from multitok.engines.base import EngineInfo
+from multitok.engines.base import EngineInfo, may_go_on
 from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_scheduler import AbortReq, LiveReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
@@ -34,18 +34,8 @@ ENGINE_DIED = "the engine has died and is being restarted; try again later"
 
 def can_resume(params: SamplingParams, info: EngineInfo) -> bool:
     """Whether a generation that has begun can go on from its ids with exactly those of an undisturbed run."""
-    resumable = set(info.resumable)
     # What was said of single ids would be lacking.
-    if not resumable or params.logprobs is not None:
-        return False
-    if params.temperature > 0 and "temperature" not in resumable:
-        return False
-    changed = {
-        field.name
-        for field in msgspec.structs.fields(params)
-        if not field.required and getattr(params, field.name) != field.default
-    }
-    return changed - {"temperature"} <= resumable
+    return params.logprobs is None and may_go_on(params, info.resumable)
 
 
 class _Question:

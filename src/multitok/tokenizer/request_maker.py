@@ -93,6 +93,7 @@ class RequestMaker:
                         timeout=self._timeout(request.timeout),
                         queue_timeout=self._args.queue_timeout,
                         engine_fields=request.engine_fields,
+                        resumed_tokens=request.resumed_tokens,
                     )
                 )
         return BatchTokenizedGenerateReqInput(numbers=[c.number for c in children], batch=children)

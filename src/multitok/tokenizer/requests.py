@@ -70,6 +70,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         Seconds that it may take.
     engine_fields : EngineFields or None
         What else the engine is told, of every sub-request.
+    resumed_tokens : int
+        See `TokenizedGenerateReqInput`.
     """
 
     prompts: list[str | bytes]
@@ -87,6 +89,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     tenant: int = 0
     timeout: float | None = None
     engine_fields: EngineFields | None = None
+    resumed_tokens: int = 0
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):

@@ -87,6 +87,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    resumed_tokens: int | None = None
 
     input_embeds: Unsupported = None
     image_data: UnsupportedList = None
@@ -135,6 +136,19 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
         value = schema
     check_nested(name, value, MAX_GRAMMAR_CHARACTERS)
     return schema if isinstance(schema, str) else encode_json(schema).decode()
+
+
+def _resumed_tokens(body: GenerateRequest) -> int:
+    """Return how many of the prompt's ids are output that another server made."""
+    count = body.resumed_tokens
+    if not count:
+        return 0
+    ids = body.input_ids
+    if not ids or not isinstance(ids[0], int):
+        raise invalid("resumed_tokens", "needs input_ids with one prompt")
+    if not 0 < count < len(ids):
+        raise invalid("resumed_tokens", f"must be an integer from 0 to {len(ids) - 1}: a part of input_ids")
+    return count
 
 
 class GenerateRoute(BodyRoute):
@@ -199,6 +213,7 @@ class GenerateRoute(BodyRoute):
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
             engine_fields=read_engine_fields(body, info),
+            resumed_tokens=_resumed_tokens(body),
         )
         writer = NativeWriter(manager, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
