@@ -31,9 +31,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: Annotated[
         str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
     ] = None
-    engine: Annotated[str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")] = (
-        "openvino"
-    )
+    engine: Annotated[
+        str, Meta(description="openvino, vllm, or simulated: runs no model, for tests and benchmarks")
+    ] = "openvino"
     engine_arg: Annotated[
         list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
     ] = []
