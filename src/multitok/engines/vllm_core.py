@@ -144,6 +144,7 @@ class VLLMCore:
         """End the core and its processes."""
         self._closing = True
         self._client.shutdown(timeout=_SHUTDOWN_S)
+        asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._release()
@@ -164,6 +165,11 @@ class VLLMCore:
         # The loop itself keeps tasks alive only weakly.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sending(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:

@@ -6,6 +6,7 @@ that started them only that there was one, and write the rest into the log.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -18,7 +19,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _SUFFIX = ".reason"
-_LONGEST_REASON = 2000
+_LONGEST_REASON = 1000
 # The first function of each kind of process, as ``module:Class.function``.
 _CORE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
 _COORDINATOR = "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator"
@@ -82,28 +83,29 @@ def _begin(entry: str, directory: str, parent_pid: int, *args: Any, **kwargs: An
     original = _originals.get(entry)
     if original is None:
         original = getattr(*_find(entry))
-    # Not on vLLM's root logger, whose handlers it sets anew.
-    logging.getLogger(original.__module__).addHandler(_LastWords(directory))
+    # Not a handler: vLLM sets those anew.
+    logging.getLogger(original.__module__).addFilter(_LastWords(directory))
     if entry == _CORE:
         _adopt((_WORKER,), directory)
     original(*args, **kwargs)
 
 
-class _LastWords(logging.Handler):
-    """Keeps the first exception that a process logs as an error: what ends it."""
+class _LastWords(logging.Filter):
+    """Lets all through, and keeps the first exception that a process logs as an error: what ends it."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self._path = Path(directory) / str(os.getpid())
         self._said = False
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or self._said:
-            return
-        self._said = True
-        self._path.write_text(f"{type(error).__name__}: {error}"[:_LONGEST_REASON], encoding="utf-8")
-        self._path.rename(self._path.with_suffix(_SUFFIX))
+        if record.levelno >= logging.ERROR and error is not None and not self._said:
+            self._said = True
+            with contextlib.suppress(OSError):
+                self._path.write_text(f"{type(error).__name__}: {error}"[:_LONGEST_REASON], encoding="utf-8")
+                self._path.rename(self._path.with_suffix(_SUFFIX))
+        return True
 
 
 def _die_with(parent_pid: int) -> None:
