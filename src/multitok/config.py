@@ -35,8 +35,8 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: Annotated[
         str,
         Meta(
-            description="openvino; remote: engines that run elsewhere, over HTTP; or simulated: runs no model, for "
-            "tests and benchmarks"
+            description="openvino, vllm, sglang; remote: engines that run elsewhere, over HTTP; or simulated: runs no "
+            "model, for tests and benchmarks (docs/engines.md)"
         ),
     ] = "openvino"
     engine_arg: Annotated[

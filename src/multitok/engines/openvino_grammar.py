@@ -17,13 +17,11 @@ from collections import deque
 import msgspec
 
 from multitok.engines.grammar_compiler import LENGTH, Verdict
+from multitok.engines.grammar_limits import problem_of_size
 from multitok.messages.sampling import Grammar
 
 logger = logging.getLogger(__name__)
 
-MAX_TEXT = 65536
-# Deeper nesting is what the compiler recurses on until its stack ends.
-MAX_NESTING = 128
 # How long it may take to start, and to answer. It has a second of CPU time for a grammar (`COMPILE_LIMIT_S`), so one
 # that is silent for longer than this on a busy machine is stopped or stuck, and the grammar is not at fault.
 START_LIMIT_S = 60.0
@@ -64,7 +62,7 @@ class GrammarGate:
         known = self._verdicts.get(grammar)
         if known is not None:
             return known
-        problem = _limits(grammar)
+        problem = problem_of_size(grammar)
         if problem:
             return problem
         if grammar != self._asked and grammar not in self._queue:
@@ -204,17 +202,3 @@ class GrammarGate:
         if len(self._verdicts) >= _REMEMBERED:
             del self._verdicts[next(iter(self._verdicts))]
         self._verdicts[grammar] = problem
-
-
-def _limits(grammar: Grammar) -> str:
-    """Return which limit a grammar breaks, if any."""
-    if len(grammar.text) > MAX_TEXT:
-        return f"it is longer than {MAX_TEXT} characters"
-    depth = deepest = 0
-    for character in grammar.text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return f"it is nested deeper than {MAX_NESTING} levels" if deepest > MAX_NESTING else ""

@@ -114,13 +114,25 @@ def _make_remote(settings: EngineSettings) -> Engine:
     return RemoteEngine(settings)
 
 
+def _make_vllm(settings: EngineSettings) -> Engine:
+    from multitok.engines.vllm_version import installed_version
+
+    if settings.files.task == "embed":
+        raise ValueError("engine 'vllm' generates text; for embeddings take engine 'openvino'")
+    version = installed_version()
+    from multitok.engines.vllm_engine import VLLMEngine
+
+    return VLLMEngine(settings, version)
+
+
 _MAKERS: dict[str, Callable[[EngineSettings], Engine]] = {
     "openvino": _make_openvino,
     "remote": _make_remote,
     "simulated": _make_simulated,
+    "vllm": _make_vllm,
 }
 ENGINE_NAMES = tuple(_MAKERS)
 # Those that need no weights here, so that --tokenizer without --model is enough.
 NEEDS_NO_MODEL = frozenset({"remote", "simulated"})
 # Those with options of their own after ``--``.
-TAKES_COMMAND_LINE: frozenset[str] = frozenset()
+TAKES_COMMAND_LINE = frozenset({"vllm"})

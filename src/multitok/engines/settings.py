@@ -25,6 +25,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     resume : bool
         Requests are to be resumed after this process's death: an engine that can do so only without something that
         makes it faster does without, unless `options` say otherwise.
+    rank, ranks : int
+        Which of several engines of this model this is, and how many there are: each needs devices of its own.
+    directory : str or None
+        A private one, where an engine may put sockets, and that is removed after it; None lets it make one.
     """
 
     files: ModelFiles
@@ -33,6 +37,9 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int | None = None
     context_length: int | None = None
     resume: bool = False
+    rank: int = 0
+    ranks: int = 1
+    directory: str | None = None
 
     def known_context_length(self) -> int:
         """Return the most ids of a request.
