@@ -15,6 +15,8 @@ from multitok.messages.sampling import EngineFields, SamplingParams
 
 # `normalize` asks only whether there is a tokenizer, where there are no stop strings: multitok finds those itself.
 _A_TOKENIZER = object()
+# SGLang's are signed, of 64 bits.
+_SEEDS = 1 << 64
 _GRAMMAR_FIELD = {"json_object": "json_schema", "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf"}
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -83,7 +85,7 @@ def sampling_of(
         "repetition_penalty": params.repetition_penalty,
         "stop_token_ids": stops,
         "ignore_eos": params.ignore_eos,
-        "sampling_seed": params.seed,
+        "sampling_seed": None if params.seed is None else (params.seed + _SEEDS // 2) % _SEEDS - _SEEDS // 2,
     }
     if params.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}

@@ -1,4 +1,4 @@
-"""A model without weights, and SGLang with a scheduler that needs none; where there is no SGLang, nothing is collected."""
+"""A model without weights, and SGLang with a scheduler that needs none; without SGLang, nothing is collected."""
 
 from __future__ import annotations
 

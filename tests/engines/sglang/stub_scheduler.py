@@ -1,8 +1,8 @@
 """A scheduler for SGLang 0.5.23 that runs no model: it takes the place of SGLang's class as one of its plugins.
 
-All around it is SGLang's own: `run_scheduler_process` and the processes, the sockets, the messages, `Req` with its rules
-for when a request is finished, and `SchedulerOutputStreamer` with its batches. Only what a model would do is missing:
-a request gets its prompt's ids again and again, without end-of-sequence ids.
+All around it is SGLang's own: `run_scheduler_process` and the processes, the sockets, the messages, `Req` with its
+rules for when a request is finished, and `SchedulerOutputStreamer` with its batches. Only what a model would do is
+missing: a request gets its prompt's ids again and again, without end-of-sequence ids.
 
 Environment: STUB_LOG, a file for a line of JSON per request; STUB_FAIL_TO_LOAD, what goes wrong while loading;
 STUB_EVIL, a file that exists once anybody has unpickled what must not be.
@@ -153,7 +153,7 @@ class StubScheduler:
     def take(self, message):
         generates = isinstance(message, io_struct.TokenizedGenerateReqInput)
         self.log(rid=message.rid, **msgspec.to_builtins(self.described(message, generates)))
-        parts = dict(return_logprob=message.return_logprob, top_logprobs_num=message.top_logprobs_num) if generates else {}
+        logprobs = ("return_logprob", "top_logprobs_num") if generates else ()
         req = Req(
             message.rid,
             message.input_text,
@@ -164,7 +164,7 @@ class StubScheduler:
             vocab_size=self.model_config.vocab_size,
             http_worker_ipc=message.http_worker_ipc,
             lora_id=message.lora_id,
-            **parts,
+            **{name: getattr(message, name) for name in logprobs},
         )
         req.tokenizer = self.tokenizer
         if generates and message.lora_id is not None and message.lora_id not in self.adapters.values():

@@ -6,13 +6,11 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conformance import Driver, EngineConformance, Result, greedy, pack
-from parts import ends_within, wait_until
 
 from multitok.engines.base import EngineRefusal
 from multitok.engines.registry import create_engine
@@ -28,6 +26,7 @@ from multitok.messages.operations import (
 )
 from multitok.messages.sampling import EngineFields, Grammar, SamplingParams
 from multitok.tokenizer.model_files import resolve_model
+from parts import ends_within, wait_until
 
 KILLED, RAISES, PICKLED_INFO, REFUSED, FORGED, DAMAGED, NO_NUMBER, NO_LOGPROBS = range(900, 908)
 EOS = 7
@@ -128,7 +127,8 @@ def test_sampling_parameters_arrive_as_they_were_meant(driver, logged):
     }
     assert {name: got["sampling"][name] for name in wanted} == wanted
     assert sorted(got["sampling"]["stop_token_ids"]) == [500, 501]
-    assert (got["return_logprob"], got["logprob_start_len"], got["top_logprobs_num"], got["stream"]) == (True, -1, 3, True)
+    names = ("return_logprob", "logprob_start_len", "top_logprobs_num", "stream")
+    assert [got[name] for name in names] == [True, -1, 3, True]
     # Nothing pickled goes to SGLang either.
     assert got["time_stats"] is None
 
@@ -171,13 +171,23 @@ def test_a_failure_of_one_request_is_its_own(driver):
     assert driver.results[good].ids == [5, 6] * 4
 
 
-def test_nothing_is_ever_unpickled(driver, stub_environment, caplog):
-    """Neither a message that is a pickle, nor a field of one."""
+def becomes_idle(engine):
+    """Whether SGLang itself has ended all requests, those aborted included."""
+    try:
+        engine.operate(FlushCache())
+    except EngineRefusal:
+        return False
+    return True
+
+
+def test_nothing_is_ever_unpickled(sglang, driver, stub_environment, caplog):
+    """Neither a message that is a pickle, nor a field of one, which may belong to any request of the batch."""
     info = driver.add([PICKLED_INFO, 5], greedy(8, ignore_eos=True))
     driver.until_idle()
     assert driver.results[info].finish == FinishReason(
         "error", status=500, message="SGLang sent a pickled object, which is never opened"
     )
+    wait_until(lambda: becomes_idle(sglang))
     forged = driver.add([FORGED, 5], greedy(8, ignore_eos=True))
     driver.until_idle()
     assert len(driver.results[forged].ids) == 8
@@ -235,12 +245,16 @@ def test_operations_wait_for_the_answer_and_lose_no_ids(sglang, driver, logged, 
         sglang.operate(UpdateWeights("/nowhere"))
 
 
-def test_a_step_never_waits(sglang):
+def test_a_step_never_waits(sglang, driver):
+    """Also not while SGLang has a request and says nothing: it is stopped."""
+    (pid,) = processes_of(sglang)
+    os.kill(pid, signal.SIGSTOP)
+    number = driver.add([5, 6], greedy(3))
     assert sglang.step() == []
-    started = time.monotonic()
-    for _ in range(1000):
-        sglang.step()
-    assert time.monotonic() - started < 60
+    driver.abort(number)
+    assert sglang.step() == []
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: becomes_idle(sglang))
 
 
 def processes_of(engine):
@@ -294,9 +308,8 @@ class TestDeaths:
         )
         paths = [str(Path(__file__).parent), *sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, str(model_folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        command = [sys.executable, "-c", code, str(model_folder)]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         pidfds = [os.pidfd_open(int(pid)) for pid in child.stdout.readline().split()]
         assert pidfds
         child.kill()
@@ -309,7 +322,7 @@ class TestDeaths:
 
 
 class TestOtherStarts:
-    def test_a_seed_is_honoured_where_sglang_honours_it_and_there_is_no_tokenizer(self, model_folder, stub_environment):
+    def test_without_a_tokenizer_sglang_lacks_what_needs_one(self, model_folder, stub_environment):
         engine = make(model_folder, "--device", "cpu", "--skip-tokenizer-init", context_length=512)
         try:
             assert "min_new_tokens" not in engine.info.sampling
