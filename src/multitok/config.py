@@ -31,9 +31,9 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: Annotated[
         str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
     ] = None
-    engine: Annotated[str, Meta(description="openvino, or simulated: runs no model, for tests and benchmarks")] = (
-        "openvino"
-    )
+    engine: Annotated[
+        str, Meta(description="openvino, sglang, or simulated: runs no model, for tests and benchmarks")
+    ] = "openvino"
     engine_arg: Annotated[
         list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
     ] = []
@@ -50,7 +50,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     data_parallel_size: Annotated[int, Meta(ge=1, le=64, description="schedulers, each with its own engine")] = 1
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
-        Meta(description="role in a prefill/decode split, shown in /server_info; no engine here takes part yet"),
+        Meta(description="role in a prefill/decode split, for an engine that can take part: sglang"),
     ] = "null"
     context_length: Annotated[
         PositiveInt | None, Meta(description="most prompt plus output ids; default: the model's")

@@ -78,7 +78,7 @@ class SGLangProcesses:
         self._bootstrap_server: Any = None
         try:
             with _own_logging():
-                server_args, port_args = self._arguments(command_line)
+                server_args, port_args = self._arguments(command_line, settings.rank)
                 self.load_format = str(server_args.load_format)
                 self.infos = self._launch(server_args, port_args)
         except BaseException:
@@ -130,7 +130,7 @@ class SGLangProcesses:
             self._link.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _arguments(self, command_line: Sequence[str]) -> tuple[Any, Any]:
+    def _arguments(self, command_line: Sequence[str], rank: int) -> tuple[Any, Any]:
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):
@@ -139,6 +139,8 @@ class SGLangProcesses:
             lines = said.getvalue().strip().splitlines() or ["no reason given"]
             raise ValueError(f"SGLang does not take the options after --: {lines[-1]}") from None
         try:
+            # Each rank of multitok is an SGLang of its own, with its own GPUs.
+            server_args.base_gpu_id += rank * _gpus_of(server_args)
             server_args.resolve_once()
             port_args = PortArgs.init_new(server_args)
         except Exception as error:
@@ -194,6 +196,12 @@ class SGLangProcesses:
         # Of a prefill engine: where the decode engines find it.
         self._bootstrap_server = start_disagg_service()
         return _Front(), None
+
+
+def _gpus_of(server_args: Any) -> int:
+    """Return how many GPUs one SGLang has."""
+    replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
+    return int(server_args.tp_size * server_args.pp_size * replicas * server_args.gpu_id_step)
 
 
 class _Front:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,6 +15,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 HERE = Path(__file__).parent
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_report_header() -> list[str]:
+    names = ["sglang", "torch", "transformers", "msgspec", "pyzmq", "numpy"]
+    if importlib.util.find_spec("sglang") is None:
+        return []
+    return ["with " + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)]
+
 
 EOS = 7
 VOCAB_SIZE = 1000

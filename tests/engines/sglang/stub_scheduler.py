@@ -27,7 +27,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel, get_serving
+from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
@@ -177,8 +177,8 @@ class StubScheduler:
             names += ["return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "lora_name"]
             names += ["bootstrap_host", "bootstrap_port", "bootstrap_room"]
         sampling = {name: getattr(message.sampling_params, name) for name in message.sampling_params.__struct_fields__}
-        dp_rank = get_parallel().dp_rank
-        return {"sampling": sampling, "dp_rank": dp_rank, **{name: getattr(message, name) for name in names}}
+        place = {"dp_rank": get_parallel().dp_rank, "gpu_id": get_device().gpu_id}
+        return {"sampling": sampling, **place, **{name: getattr(message, name) for name in names}}
 
     def abort(self, message):
         assert message.rid, "an empty id would end all requests"

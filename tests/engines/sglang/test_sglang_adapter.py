@@ -322,14 +322,18 @@ class TestDeaths:
 
 
 class TestOtherStarts:
-    def test_without_a_tokenizer_sglang_lacks_what_needs_one(self, model_folder, stub_environment):
-        engine = make(model_folder, "--device", "cpu", "--skip-tokenizer-init", context_length=512)
+    def test_a_second_rank_has_gpus_of_its_own_and_without_a_tokenizer_there_is_less(
+        self, model_folder, stub_environment, logged
+    ):
+        command_line = ("--device", "cpu", "--skip-tokenizer-init", "--base-gpu-id", "2")
+        engine = make(model_folder, *command_line, context_length=512, rank=1)
         try:
             assert "min_new_tokens" not in engine.info.sampling
             assert engine.info.grammars == []
             assert engine.info.context_length == 510
             (result,) = Driver(engine).run(([5, 6], greedy(3, ignore_eos=True)))
             assert result.ids == [5, 6, 5]
+            assert logged()[-1]["gpu_id"] == 3
         finally:
             engine.shutdown()
 

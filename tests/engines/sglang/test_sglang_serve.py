@@ -16,7 +16,7 @@ LOAD_S = 280.0
 class SGLangServer(Server):
     def __init__(self, variables, folder, *options, **settings):
         super().__init__(
-            *("--engine", "sglang", "--model", str(folder), *workers(2)),
+            *("--engine", "sglang", "--model", str(folder), "--served-model-name", "model", *workers(2)),
             *(*options, "--", "--device", "cpu"),
             start_timeout=LOAD_S,
             **settings,
