@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 FUZZ_SECONDS ?= 600
 
-.PHONY: help install serve test test-all fuzz chaos lint format bench clean
+.PHONY: help install serve test test-all test-sglang fuzz chaos lint format bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -36,6 +36,18 @@ test: $(VENV)/.installed-test  ## install what tests need and run them
 test-all: $(VENV)/.installed-test  ## the tests that take long, too
 	$(BIN)/pytest $(ARGS)
 
+# SGLang stays where the user has it: this environment sees it through a .pth file, and adds what multitok needs.
+.venv-sglang/.installed: pyproject.toml
+	@test -n "$(SGLANG_PYTHON)" || { echo "SGLANG_PYTHON=.../bin/python of an environment that has SGLang"; exit 1; }
+	$(SGLANG_PYTHON) -m venv --clear .venv-sglang
+	$(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang.pth"
+	.venv-sglang/bin/pip install --quiet --editable . --group test
+	touch $@
+
+test-sglang: .venv-sglang/.installed  ## the SGLang adapter against SGLang; SGLANG_PYTHON=.../bin/python
+	.venv-sglang/bin/pytest -W ignore tests/engines/sglang $(ARGS)
+
 fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore the API as long
 	-$(BIN)/pip install --quiet --group fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) $(ARGS)
@@ -57,4 +69,4 @@ bench: install  ## measure CPU per request and per token
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -59,7 +59,7 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "prefix-affinity"
     disaggregation_mode: Annotated[
         Literal["null", "prefill", "decode"],
-        Meta(description="role in a prefill/decode split (docs/deployment.md)"),
+        Meta(description="role in a prefill/decode split, for an engine that takes part (docs/deployment.md)"),
     ] = "null"
     context_length: Annotated[
         PositiveInt | None, Meta(description="most prompt plus output ids; default: the model's")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -125,14 +126,29 @@ def _make_vllm(settings: EngineSettings) -> Engine:
     return VLLMEngine(settings, version)
 
 
+def _make_sglang(settings: EngineSettings) -> Engine:
+    from multitok.engines.sglang_install import checked_version
+    from multitok.engines.sglang_options import sglang_command_line
+
+    version = checked_version()
+    command_line = sglang_command_line(settings)
+    # Read when SGLang is imported, here and in its own processes: messages are msgpack, and its server is this one.
+    os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
+    os.environ["SGLANG_RUST_SERVER"] = "0"
+    from multitok.engines.sglang import SGLangEngine
+
+    return SGLangEngine(settings, command_line, version)
+
+
 _MAKERS: dict[str, Callable[[EngineSettings], Engine]] = {
     "openvino": _make_openvino,
     "remote": _make_remote,
     "simulated": _make_simulated,
+    "sglang": _make_sglang,
     "vllm": _make_vllm,
 }
 ENGINE_NAMES = tuple(_MAKERS)
 # Those that need no weights here, so that --tokenizer without --model is enough.
 NEEDS_NO_MODEL = frozenset({"remote", "simulated"})
 # Those with options of their own after ``--``.
-TAKES_COMMAND_LINE = frozenset({"vllm"})
+TAKES_COMMAND_LINE = frozenset({"sglang", "vllm"})

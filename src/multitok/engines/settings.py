@@ -25,10 +25,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     resume : bool
         Requests are to be resumed after this process's death: an engine that can do so only without something that
         makes it faster does without, unless `options` say otherwise.
+    disaggregation_mode : str
+        ``prefill`` or ``decode`` in a prefill/decode split, else ``null``.
     rank, ranks : int
-        Which of several engines of this model this is, and how many there are: each needs devices of its own.
-    directory : str or None
-        A private one, where an engine may put sockets, and that is removed after it; None lets it make one.
+        Which of several engines this is, and how many there are: each needs devices of its own.
+    runtime_dir : str or None
+        Private directory (0700) of the start, for unix sockets; None lets an engine that needs one make its own.
     """
 
     files: ModelFiles
@@ -37,9 +39,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int | None = None
     context_length: int | None = None
     resume: bool = False
+    disaggregation_mode: str = "null"
     rank: int = 0
     ranks: int = 1
-    directory: str | None = None
+    runtime_dir: str | None = None
 
     def known_context_length(self) -> int:
         """Return the most ids of a request.

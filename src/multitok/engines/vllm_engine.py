@@ -72,7 +72,7 @@ class VLLMEngine:
         self._config = config = engine_config(args)
         if config.model_config.runner_type != "generate":
             raise ValueError("engine 'vllm' generates text; for embeddings take engine 'openvino'")
-        self._core = VLLMCore(config, log_stats=not args.disable_log_stats, directory=settings.directory)
+        self._core = VLLMCore(config, log_stats=not args.disable_log_stats, directory=settings.runtime_dir)
         model = config.model_config
         self._tokenizer = cached_tokenizer_from_config(model)
         self._info = _info(config, settings, version, grammars=self._tokenizer is not None)

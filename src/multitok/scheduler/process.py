@@ -50,9 +50,10 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
             max_running_requests=server_args.max_running_requests,
             context_length=server_args.context_length,
             resume=server_args.resume_generation,
+            disaggregation_mode=server_args.disaggregation_mode,
             rank=port_args.index,
             ranks=len(port_args.scheduler_ipc_names),
-            directory=port_args.runtime_dir,
+            runtime_dir=port_args.runtime_dir,
         )
         engine = create_engine(server_args.engine, settings)
     except ValueError as error:
