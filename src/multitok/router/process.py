@@ -9,7 +9,7 @@ from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.router.multi_tokenizer_router import MultiTokenizerRouter
 
 
-def run_router_process(port_args: PortArgs, beat: Callable[[], None]) -> None:
+def run_router_process(port_args: PortArgs, beat: Callable[[float], None]) -> None:
     """Run the router until the launcher says stop.
 
     Parameters
@@ -17,7 +17,7 @@ def run_router_process(port_args: PortArgs, beat: Callable[[], None]) -> None:
     port_args : PortArgs
         Where the parts meet.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
 
     Raises
     ------

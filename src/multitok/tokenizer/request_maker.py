@@ -92,6 +92,7 @@ class RequestMaker:
                         tenant=request.tenant,
                         timeout=self._timeout(request.timeout),
                         queue_timeout=self._args.queue_timeout,
+                        engine_fields=request.engine_fields,
                     )
                 )
         return BatchTokenizedGenerateReqInput(numbers=[c.number for c in children], batch=children)

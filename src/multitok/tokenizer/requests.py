@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from multitok.messages.base import FinishReason
-from multitok.messages.sampling import SamplingParams
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 
 class RequestError(Exception):
@@ -68,6 +68,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         Whose limits it counts against; 0 where there are no keys.
     timeout : float or None
         Seconds that it may take.
+    engine_fields : EngineFields or None
+        What else the engine is told, of every sub-request.
     """
 
     prompts: list[str | bytes]
@@ -84,6 +86,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     priority: int = 0
     tenant: int = 0
     timeout: float | None = None
+    engine_fields: EngineFields | None = None
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):

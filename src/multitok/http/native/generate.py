@@ -29,7 +29,14 @@ from multitok.http.openai.bounds import (
     check_logprobs,
     check_nested,
 )
-from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
+from multitok.http.openai.common import (
+    check_generator,
+    check_priority,
+    check_task,
+    check_timeout,
+    choose_model,
+    set_request_id,
+)
 from multitok.http.openai.logprobs import finite
 from multitok.http.openai.prompts import read_prompts, unpack_ids
 from multitok.http.openai.sampling import (
@@ -82,6 +89,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: int | None = None
     timeout: float | None = None
     model: str | None = None
+    lora_path: str | None = None
 
     input_embeds: Unsupported = None
     image_data: UnsupportedList = None
@@ -90,7 +98,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: int | None = None
     token_ids_logprob: UnsupportedList = None
     return_hidden_states: UnsupportedFlag = None
-    lora_path: Unsupported = None
     session_params: Unsupported = None
     custom_logit_processor: Unsupported = None
 
@@ -140,7 +147,7 @@ class GenerateRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
-        check_model(body.model, manager)
+        check_generator(body.model, manager)
         check_task("generate", manager)
         sampling = body.sampling_params or NativeSampling()
         refuse_unsupported(body, _UNSUPPORTED)
@@ -194,8 +201,16 @@ class GenerateRoute(BodyRoute):
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
         )
+        choose_model(request, self._adapter(body) or body.model, manager)
         writer = NativeWriter(manager, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
+
+    def _adapter(self, body: GenerateRequest) -> str | None:
+        """Read ``lora_path``: as in SGLang, the name under which the adapter was loaded."""
+        name = body.lora_path
+        if name and name not in self._manager.control.state.adapters:
+            raise invalid("lora_path", f"no adapter {name[:200]!r} is loaded")
+        return name
 
 
 class NativeWriter:
