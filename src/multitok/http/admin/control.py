@@ -303,6 +303,8 @@ class ControlRoutes:
     async def abort(self, request: Request) -> Response:
         """Serve ``/abort_request``; an id that is not running is no error, since it may just have ended."""
         body = await _read(AbortRequest, request)
+        if body.rid is not None and body.rid_prefix is not None:
+            raise invalid("rid_prefix", "can't be combined with rid")
         if body.abort_all:
             operation = AbortMatching()
         elif body.rid is not None:
