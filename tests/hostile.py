@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from multitok.http.native.abort import AbortRequest
+from multitok.http.admin.control import OPERATIONS
 from multitok.http.native.generate import GenerateRequest
 from multitok.http.native.tokens import DetokenizeRequest, TokenizeRequest
 from multitok.http.openai.types import ChatRequest, CompletionRequest, EmbeddingRequest
@@ -21,8 +21,14 @@ REQUESTS: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/generate": (GenerateRequest, {"text": "a", "sampling_params": {"max_new_tokens": 1}}),
     "/tokenize": (TokenizeRequest, {"prompt": "a"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [97]}),
-    "/abort_request": (AbortRequest, {"rid": "nobody"}),
+    **{path: (kind, {}) for path, (_, kind, _) in OPERATIONS.items()},
 }
+# What operations can't do without.
+REQUESTS["/abort_request"][1]["rid"] = "nobody"
+REQUESTS["/configure_logging"][1]["log_level"] = "info"
+REQUESTS["/load_lora_adapter"][1].update(lora_name="poet", lora_path="/adapters/poet")
+REQUESTS["/unload_lora_adapter"][1]["lora_name"] = "poet"
+REQUESTS["/update_weights_from_disk"][1]["model_path"] = "/weights"
 DEEP = 100_000
 # Texts that are no JSON, or no Unicode, wherever they stand.
 NO_JSON: dict[str, bytes] = {

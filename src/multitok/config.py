@@ -81,6 +81,10 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         PositiveFloat | None,
         Meta(description="seconds that a request may wait for the engine; then 503 (default: no limit)"),
     ] = None
+    when_paused: Annotated[
+        Literal["hold", "refuse"],
+        Meta(description="what becomes of requests that come during /pause_generation: they wait, or get 503"),
+    ] = "hold"
     max_requests_per_key: Annotated[
         PositiveInt | None,
         Meta(description="requests in flight per API key and rank; past it 429 (default: no limit)"),

@@ -9,6 +9,7 @@ import zmq
 from multitok.detokenizer import process
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.manager import DetokenizerManager
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import encode_frame
@@ -222,7 +223,7 @@ def test_the_number_of_http_workers_chooses_the_loop(make_site, monkeypatch, cha
             super().__init__(*args, **kwargs)
             site.keep(self)
 
-    process.run_detokenizer_process(site.server_args, site.ports("d0"), Kept, beat=lambda: None)
+    process.run_detokenizer_process(site.server_args, site.ports("d0"), Kept, beat=lambda lag: None)
     assert Recorder.loop == [loop]
 
 
@@ -231,7 +232,14 @@ def manager(make_site, channel):
     site = make_site(workers=2)
     decoder = TextDecoder.from_tokenizer(byte_tokenizer())
     return site.keep(
-        DetokenizerManager(site.server_args, site.ports("d0"), channel=channel[1], decoder=decoder, beat=lambda: None)
+        DetokenizerManager(
+            site.server_args,
+            site.ports("d0"),
+            channel=channel[1],
+            controlled=Controlled(channel[1]),
+            decoder=decoder,
+            beat=lambda lag: None,
+        )
     )
 
 

@@ -1,13 +1,10 @@
 """The remote engine in front of a real multitok."""
 
-import select
-import time
 
 import pytest
-from conformance import Driver, EngineConformance, greedy, pack
-from server import LEAVE_S, SIMULATED, Server, engine_args, eventually, free_port
+from conformance import EngineConformance
+from server import SIMULATED, Server, engine_args
 
-from multitok.engines.base import EngineRefusal
 from multitok.engines.remote.engine import RemoteEngine
 from multitok.engines.settings import EngineSettings
 from multitok.tokenizer.model_files import resolve_model

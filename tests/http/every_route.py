@@ -17,7 +17,10 @@ ASGI: list[tuple[str, str, Any]] = [
 ]
 CONTROL: list[tuple[str, str, Any]] = [
     ("GET", "/server_info", None),
+    ("GET", "/admin/state", None),
     ("POST", "/abort_request", {"rid": "x"}),
+    ("POST", "/pause_generation", {"mode": "wait"}),
+    ("GET", "/flush_cache", None),
 ]
 CLIENT = HOT + ASGI
 ALL = CLIENT + CONTROL

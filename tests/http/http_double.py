@@ -22,6 +22,8 @@ from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.http.server import HttpServer
 from multitok.messages.base import FinishReason
+from multitok.messages.control import ControlOperation, ControlState
+from multitok.messages.to_child import ControlReqOutput
 from multitok.tokenizer.requests import (
     EmbeddingInput,
     EmbeddingOutput,
@@ -47,6 +49,8 @@ INFO = EngineInfo(
     sampling=ALL_SAMPLING,
     grammars=["json_object", "json_schema", "regex", "ebnf"],
     top_logprobs=5,
+    fields=["adapter"],
+    operations=["flush_cache", "load_adapter", "unload_adapter", "update_weights", "start_profile", "stop_profile"],
 )
 
 
@@ -120,6 +124,21 @@ class DoubleTemplate:
         return text + ("<assistant>" if add_generation_prompt else "")
 
 
+class DoubleControl:
+    """Keeps what it is asked for; `refusal` is its answer to all."""
+
+    def __init__(self) -> None:
+        self.state = ControlState(epoch=7, adapters={"poet": "/adapters/poet"})
+        self.asked: list[tuple[ControlOperation, float]] = []
+        self.refusal: RequestError | None = None
+
+    async def operate(self, operation: ControlOperation, timeout: float) -> ControlReqOutput:
+        self.asked.append((operation, timeout))
+        if self.refusal is not None:
+            raise self.refusal
+        return ControlReqOutput(1, id=len(self.asked), epoch=7, done=["launcher", "scheduler:0"], count=3)
+
+
 class DoubleManager:
     served_model_name = "double-model"
     created = 1700000000
@@ -132,7 +151,7 @@ class DoubleManager:
         self.refusal: RequestError | None = None
         self.ready = True
         self.submissions: queue.SimpleQueue[DoubleSubmission] = queue.SimpleQueue()
-        self.aborts: list[tuple[str | None, bool]] = []
+        self.control = DoubleControl()
 
     def submit(self, request: GenerateInput, sink: GenerateSink) -> DoubleSubmission:
         if self.refusal is not None:
@@ -174,14 +193,14 @@ class DoubleManager:
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return chr(token_id), chr(token_id).encode()
 
-    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
-        self.aborts.append((request_id, abort_all))
-
     def is_ready(self) -> bool:
         return self.ready
 
     def server_info(self) -> dict[str, object]:
         return {"engine": self.engine_info.name}
+
+    def admin_state(self) -> dict[str, object]:
+        return {"control": {}, "processes": {}}
 
     def next_submission(self) -> DoubleSubmission:
         return self.submissions.get(timeout=WAIT)

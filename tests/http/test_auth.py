@@ -109,7 +109,7 @@ def test_a_forbidden_body_is_not_read(administered: RunningServer) -> None:
     with administered.connect() as connection:
         connection.send(head("POST", "/abort_request", bearer("sk-one"), 20_000))
         assert connection.read().status == 403
-    assert administered.manager.aborts == []
+    assert administered.manager.control.asked == []
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate", "/tokenize", "/abort_request", "/nothing"])

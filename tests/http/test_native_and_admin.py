@@ -87,13 +87,6 @@ def test_detokenize(connection: Connection) -> None:
         assert (answer.status, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_abort_request(server: RunningServer, connection: Connection) -> None:
-    assert post(connection, "/abort_request", {"rid": "x"}).status == 200
-    assert post(connection, "/abort_request", {"abort_all": True}).status == 200
-    assert server.manager.aborts == [("x", False), (None, True)]
-    assert post(connection, "/abort_request", {}).status == 400
-
-
 def test_ready(server: RunningServer, connection: Connection) -> None:
     assert get(connection, "/ready").status == 200
     server.manager.ready = False

@@ -54,7 +54,7 @@ EMBEDDING = TokenizedEmbeddingReqInput(number=4, http_worker_ipc="w1.1", input_i
     [
         GENERATE,
         EMBEDDING,
-        AbortReq(number=5, rid="x", abort_all=True),
+        AbortReq(number=5, http_worker_ipc="w1.1"),
         AckReq(numbers=[1, 2**63]),
         GetInternalStateReq(number=9, http_worker_ipc="w1.1"),
     ],

@@ -6,8 +6,11 @@ from typing import Any, NamedTuple
 
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import encode_frame
+from multitok.messages.control import ControlOperation, ControlState
 from multitok.messages.sampling import SamplingParams
+from multitok.messages.to_child import Control
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq, ToDetokenizer
+from multitok.messages.to_launcher import OperationAck
 from multitok.messages.to_scheduler import (
     AbortReq,
     AckReq,
@@ -95,6 +98,7 @@ class Rank:
         self.inboxes = {name: site.inbox(name, ToDetokenizer) for name in names}
         self.inbox = self.inboxes[names[0]]
         self._owners: dict[str, Inbox] = {}
+        self.operations = 0
         # All that was heard, by request.
         self.rows: dict[int, list[Row]] = {}
         self.refusals: dict[int, RefusedReq] = {}
@@ -109,8 +113,23 @@ class Rank:
             ]
         self.site.send_frames(self.address, frames)
 
-    def abort(self, number: int = 0, **fields: Any) -> None:
-        self.send(AbortReq(number=number, http_worker_ipc=OWNER, **fields))
+    def abort(self, number: int) -> None:
+        self.send(AbortReq(number=number, http_worker_ipc=OWNER))
+
+    def operate(self, operation: ControlOperation | None, state: ControlState | None = None) -> OperationAck:
+        """Be the launcher, and wait for the acknowledgement of an operation; without a state, it changes none."""
+        self.begin(operation, state)
+        return self.hear_ack()
+
+    def begin(self, operation: ControlOperation | None, state: ControlState | None = None) -> None:
+        """Be the launcher, and do not wait."""
+        self.operations += 1
+        self.child.send(Control(state or ControlState(), self.operations, operation))
+
+    def hear_ack(self) -> OperationAck:
+        ack = self.site.hear(self.child)
+        assert isinstance(ack, OperationAck)
+        return ack
 
     def ack(self, *numbers: int) -> None:
         self.send(AckReq(numbers=list(numbers), http_worker_ipc=OWNER))

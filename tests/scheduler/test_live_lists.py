@@ -8,6 +8,7 @@ from rank_under_test import LONG, OWNER, Rank, embed, generate
 
 from multitok.engines.simulated import simulated_logprob
 from multitok.messages.base import FinishReason
+from multitok.messages.control import AbortMatching
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_child import PartDied, PartStarted
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput
@@ -90,7 +91,7 @@ def test_the_end_of_a_request_is_told_again_until_it_is_acknowledged(start):
 def test_an_abort_that_its_owner_did_not_ask_for_is_told_again(slow):
     slow.send(generate(1, tokens=LONG, rid="mine"), generate(2, tokens=LONG, rid="queued"))
     slow.wait_for_first(1)
-    slow.abort(abort_all=True)
+    assert slow.operate(AbortMatching()).count == 2
     assert slow.wait_for_end(2) == ABORTED
     assert slow.compare({1: 1, 2: 0}, resend=[1, 2]) == [1, 2]
     rebuilt = slow.hear_rebuilt(1)

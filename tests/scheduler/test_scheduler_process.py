@@ -8,6 +8,7 @@ from rank_under_test import LONG, OWNER, Rank, embed, generate, rows_of
 from multitok.engines.base import EngineInfo
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import FrameDecoder, encode_frame
+from multitok.messages.control import AbortMatching
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_child import OwnerDied, Stop
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, RefusedReq
@@ -135,7 +136,7 @@ def test_the_board_shows_what_runs_and_what_waits(slow):
     board = slow.site.board()
     slow.send(*(generate(number, tokens=LONG) for number in (1, 2, 3)))
     wait_until(lambda: board.figures("scheduler", 0) == {"life": 0, "load": 1, "waiting": 2})
-    slow.abort(abort_all=True)
+    assert slow.operate(AbortMatching()).count == 3
     wait_until(lambda: board.figures("scheduler", 0) == {"life": 0, "load": 0, "waiting": 0})
 
 
@@ -341,7 +342,7 @@ def test_an_abort_of_an_unknown_request_is_nothing(slow):
     slow.send(generate(1, tokens=LONG, rid="a"))
     slow.wait_for_first(1)
     slow.abort(2)
-    slow.abort(rid="b")
+    assert slow.operate(AbortMatching("b")).count == 0
     assert slow.counts() == (1, 0, 0)
 
 
@@ -350,11 +351,12 @@ def test_an_abort_by_id_ends_that_request_and_its_sub_requests_and_no_other(star
     # Sub-requests say whose they are; an id that only looks like one of theirs is somebody else's.
     ids = [("r-0", "r"), ("r-1", "r"), ("r-10", "r"), ("r-2", None), ("rr-1", "rr"), ("s", None), (None, None)]
     rank.send(*(generate(n, tokens=LONG, rid=rid, group=group) for n, (rid, group) in enumerate(ids, start=1)))
-    rank.abort(rid="r")
+    assert sum(rank.counts()[:2]) == 7
+    assert rank.operate(AbortMatching("r")).count == 3
     for number in (1, 2, 3):
         assert rank.wait_for_end(number) == ABORTED
     assert sum(rank.counts()[:2]) == 4
-    rank.abort(rid="s")
+    assert rank.operate(AbortMatching("s")).count == 1
     assert rank.wait_for_end(6) == ABORTED
     assert sum(rank.counts()[:2]) == 3
     # Their owners have yet to say that they know.
@@ -366,7 +368,7 @@ def test_all_can_be_aborted_at_once(start):
     rank = start(engine={"step_ms": 10}, max_running_requests=2)
     rank.send(*(generate(number, tokens=LONG, owner=f"w{number}.1") for number in range(1, 6)))
     rank.wait_for_first(2)
-    rank.abort(abort_all=True)
+    assert rank.operate(AbortMatching()).count == 5
     for number in range(1, 6):
         assert rank.wait_for_end(number) == ABORTED
         assert rank.rows[number][-1].owner == f"w{number}.1"

@@ -57,7 +57,7 @@ def _of_another_start() -> Iterator[Frames]:
         input_ids=bytes(400),
         sampling_params=SamplingParams(max_new_tokens=5000),
     )
-    messages: list[ToScheduler] = [request, AbortReq(http_worker_ipc="w1.1", abort_all=True)]
+    messages: list[ToScheduler] = [request, AbortReq(number=1 << 60, http_worker_ipc="w1.1")]
     for message in messages:
         pair = [encode_frame(token, header_of(message)), encode_frame(token, message)]
         yield pair

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 from reference import MODEL, echo_text
-from server import DEATH_S, ERROR_S, LEAVE_S, SIMULATED, START_S, Server, engine_args, eventually, free_port, workers
+from server import DEATH_S, SIMULATED, START_S, Server, engine_args, workers
 
 _STREAMS = 20
 _TOKENS = 150

@@ -7,11 +7,13 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from multitok.engines.base import EngineInfo
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import FrameDecoder
+from multitok.messages.control import ControlState
 from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_detokenizer import OutputExtras
 from multitok.messages.to_scheduler import Header, ToScheduler
@@ -196,6 +198,7 @@ async def owner_of(
         "is_ready": lambda: True,
         "queues_are_full": lambda: False,
         "describe": lambda: {"processes": {}},
+        "control": SimpleNamespace(state=ControlState()),
     }
     if "sender" not in changes:
         parts["sender"] = RankDispatcher(site.port_args, RoundRobinPolicy())

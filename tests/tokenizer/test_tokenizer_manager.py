@@ -276,8 +276,6 @@ def test_a_scheduler_that_does_not_read_is_a_503(make_site, monkeypatch, in_loop
                 taken += 1
         assert caught.value.status == 503
         assert len(owner.manager.results) == taken
-        # The other ranks have it; an error would only make its sender try again.
-        owner.manager.abort_by_id("x")
 
     in_loop(test, site=site)
 
@@ -419,16 +417,6 @@ def test_an_aborted_call_is_ended_in_the_engine_and_hears_nothing_more(in_loop):
         await until(lambda: other_sink.heard)
         assert sink.heard == heard
         assert len(owner.manager.results) == 1
-
-    in_loop(test)
-
-
-def test_an_abort_by_the_users_id_is_the_schedulers_business(in_loop):
-    async def test(owner):
-        owner.manager.abort_by_id("mine")
-        assert await owner.sent_one() == AbortReq(rid="mine", http_worker_ipc="w1.1")
-        owner.manager.abort_by_id(None, abort_all=True)
-        assert await owner.sent_one() == AbortReq(abort_all=True, http_worker_ipc="w1.1")
 
     in_loop(test)
 

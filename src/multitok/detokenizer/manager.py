@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -11,6 +12,7 @@ from multitok.config import PortArgs, ServerArgs
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.multi_http_worker import MultiHttpWorkerDetokenizerMixin
 from multitok.detokenizer.step import DetokenizerStep
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.ipc.orders import forward_orders
 from multitok.ipc.socket_mapping import SocketMapping
@@ -18,7 +20,7 @@ from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import LauncherExited, OwnerDied, PartDied, Ping, Stop, ToChild, ToItself
+from multitok.messages.to_child import Control, LauncherExited, OwnerDied, PartDied, Ping, Stop, ToChild, ToItself
 from multitok.messages.to_detokenizer import (
     BatchEmbeddingOutput,
     BatchIdentity,
@@ -46,10 +48,12 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         Where the parts meet.
     channel : LauncherChannel
         To the launcher.
+    controlled : Controlled
+        What operators have set.
     decoder : TextDecoder
         The model's.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
     """
 
     def __init__(
@@ -58,13 +62,15 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         port_args: PortArgs,
         *,
         channel: LauncherChannel,
+        controlled: Controlled,
         decoder: TextDecoder,
-        beat: Callable[[], None],
+        beat: Callable[[float], None],
     ) -> None:
         self.server_args = server_args
         self.socket_mapping = SocketMapping(port_args)
         self.step = DetokenizerStep(decoder, port_args.life)
         self._channel = channel
+        self._controlled = controlled
         self._beat = beat
         address = port_args.detokenizer_ipc_names[port_args.index]
         self._endpoint = port_args.endpoint(address)
@@ -122,7 +128,9 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
             case RefusedReq():
                 return message
             case Ping():
-                self._beat()
+                self._beat(time.monotonic() - message.sent)
+            case Control():
+                self._controlled.follow(message)
             case OwnerDied():
                 self.socket_mapping.drop(message.address)
                 self.step.owner_died(message.address)

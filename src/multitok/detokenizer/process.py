@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from multitok.config import PortArgs, ServerArgs
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.manager import DetokenizerManager
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
 
 _log = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ def run_detokenizer_process(
     port_args: PortArgs,
     detokenizer_manager_class: type[DetokenizerManager] = DetokenizerManager,
     *,
-    beat: Callable[[], None],
+    beat: Callable[[float], None],
 ) -> None:
     """Run a detokenizer until the launcher says stop.
 
@@ -34,7 +35,7 @@ def run_detokenizer_process(
     detokenizer_manager_class : type
         What runs.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
 
     Raises
     ------
@@ -42,12 +43,15 @@ def run_detokenizer_process(
         The launcher has exited.
     """
     channel = LauncherChannel(port_args.channel_fd)
+    controlled = Controlled(channel)
     decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file), port_args.vocab_size)
     _log.info("decoding by %s", decoder.strategy)
     # What loading left behind, tables of 100,000 entries among it, never needs to be looked at again.
     gc.collect()
     gc.freeze()
-    manager = detokenizer_manager_class(server_args, port_args, channel=channel, decoder=decoder, beat=beat)
+    manager = detokenizer_manager_class(
+        server_args, port_args, channel=channel, controlled=controlled, decoder=decoder, beat=beat
+    )
     if server_args.multi:
         manager.multi_http_worker_event_loop()
     else:

@@ -18,7 +18,15 @@ import numpy as np
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, Task, no_such_operation
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
-from multitok.messages.operations import EngineOperation
+from multitok.messages.operations import (
+    EngineOperation,
+    LoadAdapter,
+    StartProfile,
+    StopProfile,
+    UnloadAdapter,
+    UpdateWeights,
+    name_of,
+)
 from multitok.messages.sampling import EngineFields, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,8 +51,11 @@ SAMPLING = [
     "ignore_eos",
     "logprobs",
 ]
-# Nothing is met by them; they go back as they came, so that a test sees that they were here.
-FIELDS = ["bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"]
+# Nothing is met by all but the first; they go back as they came, so that a test sees that they were here.
+FIELDS = ["adapter", "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"]
+
+# All of them, as far as they can be without a model.
+OPERATIONS = ["flush_cache", "load_adapter", "unload_adapter", "update_weights", "start_profile", "stop_profile"]
 
 
 def simulated_logprob(token_id: int, position: int) -> float:
@@ -98,7 +109,8 @@ class SimulatedEngine:
     options : dict of str to str
         ``replay=FILE`` replays the ids of a JSON list, from an offset that depends on the number of requests so far;
         ``ids=1,2,3`` answers these, again and again; with neither, a request is answered with its own prompt ids,
-        without end-of-sequence ids, again and again.
+        without end-of-sequence ids, again and again. A request with an adapter gets the same ids from the last to the
+        first.
         ``step_ms`` time between steps; ``prefill_ms_per_token`` time per prompt id, added to the step that works on it;
         ``prefill_chunk`` most prompt ids of a request per step (all); ``tokens_per_step`` ids per running request and
         step, or a list that is gone through step by step; ``max_running`` requests with a slot (256); ``kv_tokens``
@@ -177,7 +189,10 @@ class SimulatedEngine:
             # A replayed text begins anywhere; all else follows from the prompt and the position.
             resumable=SAMPLING if task == "generate" and replay is None else [],
             fields=FIELDS if task == "generate" else [],
+            operations=OPERATIONS if task == "generate" else [],
         )
+        self._adapters: set[str] = set()
+        self._profiling = False
         self._waiting: dict[int, _Request] = {}
         self._running: dict[int, _Request] = {}
         self._kv_reserved = 0
@@ -210,7 +225,10 @@ class SimulatedEngine:
             request = _Request(number, input_ids, [], FinishReason("stop"))
             request.kv_tokens = prompt_tokens
         else:
-            output, finish = self._plan(input_ids, params, resumed)
+            adapter = None if fields is None else fields.adapter
+            if adapter is not None and adapter not in self._adapters:
+                raise EngineRefusal(404, f"the adapter {adapter!r} is not loaded")
+            output, finish = self._plan(input_ids, params, resumed, backwards=adapter is not None)
             request = _Request(number, input_ids, output, finish, params.logprobs, resumed, fields)
             request.kv_tokens = prompt_tokens + params.max_new_tokens
         if self._kv_tokens is not None and request.kv_tokens > self._kv_tokens:
@@ -274,8 +292,22 @@ class SimulatedEngine:
         return EngineLoad(len(self._running), len(self._waiting), min(1.0, self._kv_reserved / room))
 
     def operate(self, operation: EngineOperation) -> None:
-        """Do nothing of the kind: see ``info.operations``."""
-        raise no_such_operation(self._info, operation)
+        """Keep the names of adapters, and do as if in all else: no file is read."""
+        if name_of(operation) not in self._info.operations:
+            raise no_such_operation(self._info, operation)
+        match operation:
+            case LoadAdapter() | UpdateWeights():
+                if not Path(operation.path).exists():
+                    raise EngineRefusal(400, f"there is nothing at {operation.path}")
+                if isinstance(operation, LoadAdapter):
+                    self._adapters.add(operation.name)
+            case UnloadAdapter():
+                self._adapters.discard(operation.name)
+            case StartProfile() | StopProfile():
+                if self._profiling == isinstance(operation, StartProfile):
+                    raise EngineRefusal(400, f"a profile is {'' if self._profiling else 'not '}being recorded")
+                self._profiling = not self._profiling
+        logger.warning("simulated engine: did as if: %s", operation)
 
     def shutdown(self) -> None:
         """Forget all requests."""
@@ -313,7 +345,9 @@ class SimulatedEngine:
                 for i, token in enumerate(output.output_ids)
             ]
 
-    def _plan(self, input_ids: bytes, params: SamplingParams, resumed: int) -> tuple[list[int], FinishReason]:
+    def _plan(
+        self, input_ids: bytes, params: SamplingParams, resumed: int, backwards: bool
+    ) -> tuple[list[int], FinishReason]:
         """Return all ids that the request gets, those of an earlier run included, and why it will end."""
         ids: list[int] = np.frombuffer(input_ids, dtype=np.int32).tolist()
         prompt, before = ids[: len(ids) - resumed], ids[len(ids) - resumed :]
@@ -322,9 +356,10 @@ class SimulatedEngine:
         limit = resumed + params.max_new_tokens
         if self._source is None:
             source = [token for token in prompt if token not in self._eos] or prompt[:1]
-            output = _cycle(source, 0, limit)
+            output = _cycle(source[::-1] if backwards else source, 0, limit)
         else:
-            output = _cycle(self._source, self._requests * self._stride, limit)
+            source = self._source[::-1] if backwards else self._source
+            output = _cycle(source, self._requests * self._stride, limit)
         output[:resumed] = before
         stops = set(params.stop_token_ids or ())
         if not params.ignore_eos:

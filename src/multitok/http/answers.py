@@ -167,12 +167,6 @@ class Detokenized(msgspec.Struct):
     text: str | list[str]
 
 
-class AbortAnswer(msgspec.Struct):
-    """Answer of ``/abort_request``."""
-
-    success: bool
-
-
 class ModelCard(msgspec.Struct):
     """A model."""
 
@@ -181,6 +175,8 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     max_model_len: int
+    root: str
+    parent: str | None
 
 
 class ModelList(msgspec.Struct):
@@ -200,3 +196,10 @@ class ServerInfo(msgspec.Struct):
     """Answer of ``/server_info``: these and more."""
 
     engine: Any
+
+
+class AdminState(msgspec.Struct):
+    """Answer of ``/admin/state``: these and more."""
+
+    control: Any
+    processes: Any

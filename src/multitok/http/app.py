@@ -13,12 +13,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from multitok.http.admin.control import OPERATIONS, ControlRoutes
 from multitok.http.admin.health import HealthRoutes
 from multitok.http.admin.info import InfoRoute
 from multitok.http.auth import check_admin
 from multitok.http.errors import internal_error
 from multitok.http.exchange import PIECE
-from multitok.http.native.abort import AbortRoute
 from multitok.http.native.tokens import TokenRoutes
 from multitok.http.openai.models import ModelRoutes
 from multitok.http.openapi import OpenApiRoute
@@ -53,6 +53,7 @@ def make_app(manager: Manager, hot_paths: Iterable[str], limits: ServerArgs, dra
     draining : callable
         Whether every connection's next answer is its last.
     """
+    info = InfoRoute(manager)
     health, models = HealthRoutes(manager), ModelRoutes(manager)
     tokens = TokenRoutes(manager, limits)
     routes = [
@@ -60,12 +61,16 @@ def make_app(manager: Manager, hot_paths: Iterable[str], limits: ServerArgs, dra
         Route("/ready", health.ready, methods=["GET"]),
         Route("/health_generate", health.health_generate, methods=["GET"]),
         Route("/openapi.json", OpenApiRoute(limits).openapi, methods=["GET"]),
-        Route("/server_info", _control(InfoRoute(manager).server_info), methods=["GET"]),
+        Route("/server_info", _control(info.server_info), methods=["GET"]),
+        Route("/admin/state", _control(info.admin_state), methods=["GET"]),
         Route("/v1/models", models.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get_model, methods=["GET"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/abort_request", _control(AbortRoute(manager, limits).abort_request), methods=["POST"]),
+        *(
+            Route(path, _control(endpoint), methods=["GET", "POST"] if OPERATIONS[path][2] else ["POST"])
+            for path, endpoint in ControlRoutes(manager, limits.max_request_id_length).endpoints.items()
+        ),
         *(Route(path, _unreachable, methods=["POST"]) for path in hot_paths),
     ]
     app = Starlette(

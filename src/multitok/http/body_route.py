@@ -37,9 +37,9 @@ class TakesLong(Exception):
     """A body takes too long to read in the event loop."""
 
 
-async def read_body(decoder: msgspec.json.Decoder[T], request: Request) -> T:
-    """Decode the body of an ASGI request, a large one in a thread; see `decode_body`."""
-    body = await request.body()
+async def read_body(decoder: msgspec.json.Decoder[T], request: Request, empty: bytes = b"") -> T:
+    """Decode the body of an ASGI request, a large one in a thread; `empty` stands for none; see `decode_body`."""
+    body = await request.body() or empty
     if len(body) <= LARGE_BODY:
         return decode_body(decoder, body)
     return await asyncio.get_running_loop().run_in_executor(_threads_for(body), decode_body, decoder, body)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from multitok.engines.base import EngineInfo
+from multitok.messages.control import ControlOperation, ControlState
+from multitok.messages.to_child import ControlReqOutput
 from multitok.tokenizer.requests import EmbeddingInput, EmbeddingSink, GenerateInput, GenerateSink, Submission
 
 
@@ -27,6 +29,19 @@ class ChatTemplate(Protocol):
         **kwargs: Any,
     ) -> str:
         """Render a conversation; a `ValueError` carries words for the client."""
+        ...
+
+
+class Control(Protocol):
+    """The way to the control plane."""
+
+    @property
+    def state(self) -> ControlState:
+        """What operators have set."""
+        ...
+
+    async def operate(self, operation: ControlOperation, timeout: float) -> ControlReqOutput:
+        """Have an operation carried out, within so many seconds; may raise `RequestError`."""
         ...
 
 
@@ -85,8 +100,9 @@ class Manager(Protocol):
         """Text and bytes of one id."""
         ...
 
-    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
-        """End a request by the user's id, or all."""
+    @property
+    def control(self) -> Control:
+        """The way to the control plane."""
         ...
 
     def is_ready(self) -> bool:
@@ -95,4 +111,8 @@ class Manager(Protocol):
 
     def server_info(self) -> dict[str, object]:
         """Return what /server_info shows."""
+        ...
+
+    def admin_state(self) -> dict[str, object]:
+        """Return what /admin/state shows."""
         ...

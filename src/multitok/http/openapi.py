@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from multitok import __version__
 from multitok.config import ServerArgs
+from multitok.http.admin.control import OPERATIONS, OperationAnswer
 from multitok.http.answers import (
-    AbortAnswer,
+    AdminState,
     ChatCompletion,
     Completion,
     Detokenized,
@@ -25,7 +26,6 @@ from multitok.http.answers import (
     Tokenized,
 )
 from multitok.http.errors import ErrorBody
-from multitok.http.native.abort import AbortRequest
 from multitok.http.native.generate import GenerateRequest, NativeSampling
 from multitok.http.native.tokens import DetokenizeRequest, TokenizeRequest
 from multitok.http.openai.types import (
@@ -48,7 +48,7 @@ _POSTS: dict[str, tuple[str, type[msgspec.Struct], Any, bool]] = {
     "/generate": ("Complete a text, in SGLang's shape", GenerateRequest, Generation | list[Generation], True),
     "/tokenize": ("Turn text into ids", TokenizeRequest, Tokenized, False),
     "/detokenize": ("Turn ids into text", DetokenizeRequest, Detokenized, False),
-    "/abort_request": ("End requests by id", AbortRequest, AbortAnswer, False),
+    **{path: (summary, kind, OperationAnswer, False) for path, (summary, kind, _) in OPERATIONS.items()},
 }
 _GETS: dict[str, tuple[str, Any]] = {
     "/v1/models": ("List the models", ModelList),
@@ -57,8 +57,12 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/ready": ("Whether all parts are up", Status),
     "/health_generate": ("Whether a token goes all the way round", Status),
     "/server_info": ("Show what is running", ServerInfo),
+    "/admin/state": ("Show what operators have set, and how the processes do", AdminState),
 }
-_WITH_UNSUPPORTED = (ChatRequest, CompletionRequest, EmbeddingRequest, GenerateRequest, NativeSampling, StreamOptions)
+_WITH_UNSUPPORTED: tuple[type[msgspec.Struct], ...] = (
+    *(ChatRequest, CompletionRequest, EmbeddingRequest, GenerateRequest, NativeSampling, StreamOptions),
+    *(kind for _, kind, _ in OPERATIONS.values()),
+)
 
 
 def document(keys: bool = False) -> dict[str, Any]:
@@ -87,8 +91,13 @@ def document(keys: bool = False) -> dict[str, Any]:
             # No type: for some programs an event is an object, for others the whole stream is a string.
             content[_EVENTS] = {"schema": {"description": "Events whose data is JSON; that of the last is [DONE]."}}
         operation = _operation(path, summary, content)
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": request_of[path]}}}
+        # No body is one without fields.
+        required = path not in OPERATIONS or any(field.required for field in msgspec.structs.fields(_POSTS[path][1]))
+        operation["requestBody"] = {"required": required, "content": {_JSON: {"schema": request_of[path]}}}
         paths[path] = {"post": operation}
+        if path in OPERATIONS and OPERATIONS[path][2]:
+            plain = _operation(path, summary, content)
+            paths[path]["get"] = {**plain, "operationId": "get_" + plain["operationId"]}
     for (path, (summary, _)), schema in zip(_GETS.items(), answer_of[len(_POSTS) :], strict=False):
         operation = _operation(path, summary, {_JSON: {"schema": schema}})
         if "{model}" in path:

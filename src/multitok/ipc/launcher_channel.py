@@ -9,7 +9,7 @@ import msgspec
 
 from multitok import __version__
 from multitok.messages.protocol import protocol_hash
-from multitok.messages.to_child import ToChild
+from multitok.messages.to_child import Control, ToChild
 from multitok.messages.to_launcher import Hello, ToLauncher
 
 _MAX_PACKET = 65536
@@ -51,6 +51,17 @@ class LauncherChannel:
             self._socket.send(msgspec.msgpack.encode(message))
         except OSError as error:
             raise LauncherGone from error
+
+    def take_briefing(self) -> Control | None:
+        """Return the control state that a life begins with, if it lies here; the launcher sends it before anything."""
+        try:
+            packet = self._socket.recv(_MAX_PACKET, socket.MSG_PEEK)
+            if not packet or not isinstance(message := self._decoder.decode(packet), Control):
+                return None
+            self._socket.recv(_MAX_PACKET)
+        except OSError:
+            return None
+        return message
 
     def receive(self) -> list[ToChild]:
         """Return the messages that have arrived, without blocking.

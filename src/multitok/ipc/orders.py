@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections.abc import Sequence
 
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
@@ -35,11 +36,11 @@ def forward_orders(channel: LauncherChannel, endpoint: str, start_token: bytes) 
 
     def forward() -> None:
         with connect_push(endpoint) as socket:
-            message: ToChild | ToItself = Ping()
+            message: ToChild | ToItself = Ping(time.monotonic())
             socket.send(encode_frame(start_token, message))
             while not isinstance(message, Stop | LauncherExited):
                 readable, _, _ = select.select([channel], [], [], _BEAT_S)
-                messages: Sequence[ToChild | ToItself] = [Ping()]
+                messages: Sequence[ToChild | ToItself] = [Ping(time.monotonic())]
                 try:
                     if readable:
                         messages = channel.receive()

@@ -16,6 +16,7 @@ import msgspec
 import setproctitle
 
 from multitok.config import OptionError, PortArgs, ServerArgs
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.launcher.child_process import part_name
 from multitok.launcher.load_board import LoadBoard
@@ -124,6 +125,7 @@ def _run_fork_server(
     from multitok.launcher.text_tools import TextTools
 
     channel = LauncherChannel(port_args.channel_fd)
+    controlled = Controlled(channel)
     tools = TextTools.load(server_args, port_args, files)
 
     def worker_main(order: Fork, fds: list[int]) -> int:
@@ -141,12 +143,17 @@ def _run_fork_server(
             lambda: run_http_process(server_args, worker_args, files, board, tools), worker_args, runtime_dir
         )
 
-    run_fork_server(channel, worker_main, _beat_of("fork_server", server_args, port_args, board))
+    run_fork_server(channel, controlled, worker_main, _beat_of("fork_server", server_args, port_args, board))
 
 
-def _beat_of(role: str, server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> Callable[[], None]:
+def _beat_of(role: str, server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> Callable[[float], None]:
     slot = board.slot(role, port_args.index)
-    return lambda: slot.beat(server_args.hang_timeout)
+
+    def beat(lag: float) -> None:
+        slot.beat(server_args.hang_timeout)
+        slot.publish_details(lag)
+
+    return beat
 
 
 def _launcher_died(*_: object) -> None:

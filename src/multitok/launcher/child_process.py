@@ -79,7 +79,13 @@ class ChildProcess:
 
     @classmethod
     def spawn(
-        cls, role: str, index: int, life: int, blocks: list[str], listen_sockets: dict[str, socket.socket]
+        cls,
+        role: str,
+        index: int,
+        life: int,
+        blocks: list[str],
+        listen_sockets: dict[str, socket.socket],
+        briefing: ToChild | None = None,
     ) -> ChildProcess:
         """Start a new interpreter.
 
@@ -91,8 +97,12 @@ class ChildProcess:
             Names of the shared blocks that it reads.
         listen_sockets : dict of str to socket
             What it inherits, by address.
+        briefing : ToChild or None
+            Lies in its channel when it begins.
         """
         ours, theirs = make_channel()
+        if briefing is not None:
+            ours.send(msgspec.msgpack.encode(briefing))
         fds = {address: sock.fileno() for address, sock in listen_sockets.items()}
         with theirs:
             process = subprocess.Popen(

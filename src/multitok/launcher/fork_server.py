@@ -13,8 +13,9 @@ import os
 import selectors
 from collections.abc import Callable
 
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
-from multitok.messages.to_child import Fork, Stop
+from multitok.messages.to_child import Control, Fork, Stop
 from multitok.messages.to_launcher import Forked, Ready
 
 _log = logging.getLogger(__name__)
@@ -25,17 +26,21 @@ _BEAT_S = 1.0
 WorkerMain = Callable[[Fork, list[int]], int]
 
 
-def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain, beat: Callable[[], None]) -> None:
+def run_fork_server(
+    channel: LauncherChannel, controlled: Controlled, worker_main: WorkerMain, beat: Callable[[float], None]
+) -> None:
     """Fork HTTP workers until the launcher says stop.
 
     Parameters
     ----------
     channel : LauncherChannel
         To the launcher.
+    controlled : Controlled
+        What operators have set.
     worker_main : callable
         Runs a worker in its process, with what to be and its descriptors; returns the exit status.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
 
     Raises
     ------
@@ -47,19 +52,21 @@ def run_fork_server(channel: LauncherChannel, worker_main: WorkerMain, beat: Cal
     gc.freeze()
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         _log.error("%d threads run in the fork server; workers may hang", threads)
-    beat()
+    beat(0.0)
     channel.send(Ready())
     with selectors.DefaultSelector() as selector:
         selector.register(channel.fileno(), selectors.EVENT_READ)
         while True:
             selector.select(_BEAT_S)
-            beat()
+            beat(0.0)
             for message, fds in channel.receive_with_fds():
                 if isinstance(message, Stop):
                     return
                 if isinstance(message, Fork):
                     pid = _fork_adopted(channel, message, fds, worker_main)
                     channel.send(Forked(message.index, message.life, pid))
+                if isinstance(message, Control):
+                    controlled.follow(message)
                 for fd in fds:
                     os.close(fd)
 

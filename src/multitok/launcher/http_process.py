@@ -16,22 +16,26 @@ from multitok.config import PortArgs, ServerArgs
 from multitok.detokenizer.step import DetokenizerStep
 from multitok.engines.base import EngineInfo
 from multitok.http.server import HttpServer
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.ipc.router_socket import RouterSocket
 from multitok.ipc.sender_wrapper import FrameSender
-from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.load_board import LoadBoard, LoadSlot
+from multitok.launcher.process_figures import describe_processes
 from multitok.launcher.routing import routing_policy
 from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.launcher.text_tools import TextTools
-from multitok.messages.to_child import Drain, PartDied, PartStarted, Start, Stop, ToChild
+from multitok.messages.to_child import Control, ControlReqOutput, Drain, PartDied, PartStarted, Start, Stop, ToChild
 from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher
+from multitok.tokenizer.control_client import ControlClient
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.worker import TokenizerWorker
 
 _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
+_DETAILS_S = 1.0
 
 
 def run_http_process(
@@ -64,22 +68,27 @@ def run_http_process(
 
 
 class _Orders:
-    """What the launcher says, for a coroutine to wait for."""
+    """What the launcher says, for a coroutine to wait for; what operators say goes to `control` at once."""
 
-    def __init__(self, channel: LauncherChannel) -> None:
+    def __init__(self, channel: LauncherChannel, control: ControlClient) -> None:
         self._channel = channel
+        self._control = control
         self._launcher_gone = False
         self._queue: asyncio.Queue[ToChild | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        loop.add_reader(channel.fileno(), self._on_readable)
+        loop.add_reader(channel.fileno(), self.look)
         loop.add_signal_handler(signal.SIGTERM, self._queue.put_nowait, None)
         # A handler that raises would raise inside whatever runs; the channel's end says the same.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
-    def _on_readable(self) -> None:
+    def look(self) -> None:
+        """Take what has come by now."""
         try:
             for message in self._channel.receive():
-                self._queue.put_nowait(message)
+                if isinstance(message, Control | ControlReqOutput):
+                    self._control.follow(message)
+                else:
+                    self._queue.put_nowait(message)
         except LauncherGone:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._launcher_gone = True
@@ -135,7 +144,8 @@ async def _serve(
     channel: LauncherChannel,
     tools: TextTools,
 ) -> None:
-    orders = _Orders(channel)
+    control = ControlClient(Controlled(channel), channel.send)
+    orders = _Orders(channel, control)
     while not isinstance(order := await orders.next(), Start):
         if order is None or isinstance(order, Stop | Drain):
             return
@@ -143,16 +153,15 @@ async def _serve(
     dispatcher = None
     if port_args.router_ipc_name is None:
         dispatcher = RankDispatcher(port_args, routing_policy(server_args, port_args, board))
-    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher)
+    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher, control)
     parts = _Parts(manager, dispatcher)
-    server = HttpServer(
-        server_args,
-        manager,
-        socket.socket(fileno=port_args.listen_fds["http"]),
-        board.slot("tokenizer_worker", port_args.slot),
-    )
+    slot = board.slot("tokenizer_worker", port_args.slot)
+    server = HttpServer(server_args, manager, socket.socket(fileno=port_args.listen_fds["http"]), slot)
     tools.backend.warm_up()
     manager.start()
+    _describe_itself(manager, slot)
+    # No request is taken before what operators have set until now is known.
+    orders.look()
     await server.start()
     gc.collect()
     gc.freeze()
@@ -194,6 +203,7 @@ def _make_manager(
     tools: TextTools,
     engine_infos: list[EngineInfo],
     dispatcher: RankDispatcher | None,
+    control: ControlClient,
 ) -> TokenizerManager:
     manager_class: type[TokenizerManager] = TokenizerManager
     sender: FrameSender
@@ -221,7 +231,7 @@ def _make_manager(
         return {
             "version": __version__,
             "ready": board.is_ready(),
-            "processes": _figures(server_args, port_args, board),
+            "processes": describe_processes(server_args, port_args, board),
         }
 
     return manager_class(
@@ -235,15 +245,13 @@ def _make_manager(
         is_ready=board.is_ready,
         queues_are_full=queues_are_full,
         describe=describe,
+        control=control,
     )
 
 
-def _figures(server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> dict[str, dict[str, int]]:
-    parts = [("scheduler", i) for i in range(len(port_args.scheduler_ipc_names))]
-    parts += [("detokenizer", i) for i in range(len(port_args.detokenizer_ipc_names))]
-    if port_args.router_ipc_name is not None:
-        parts.append(("router", 0))
-    # Those of the start, up or not, and those that were added.
-    workers = {*range(1, server_args.tokenizer_worker_num + 1), *board.worker_indexes()}
-    parts += [("tokenizer_worker", index) for index in sorted(workers)]
-    return {f"{role}:{index}": board.figures(role, index) | {"pid": board.pid(role, index)} for role, index in parts}
+def _describe_itself(manager: TokenizerManager, slot: LoadSlot, due: float | None = None) -> None:
+    """Put down once a second what this process has in hand, and how late its loop is."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    slot.publish_details(0.0 if due is None else now - due, *manager.results.in_flight())
+    loop.call_at(now + _DETAILS_S, _describe_itself, manager, slot, now + _DETAILS_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import selectors
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from multitok.engines.base import EngineInfo
 from multitok.http.files import check_files
 from multitok.launcher.child_process import ChildProcess
 from multitok.launcher.children import DETOKENIZER, FORK_SERVER, ROUTER, SCHEDULER, WORKER, Announcer, Children
+from multitok.launcher.control_plane import LAUNCHER, ControlPlane
 from multitok.launcher.hang_watch import CHECK_S, HangWatch
 from multitok.launcher.http_workers import HttpWorkers
 from multitok.launcher.listen import listen_http
@@ -28,7 +30,16 @@ from multitok.launcher.timers import Timers
 from multitok.launcher.worker_changes import WorkerChanges
 from multitok.messages.protocol import protocol_hash
 from multitok.messages.to_child import Drain, Start, Stop
-from multitok.messages.to_launcher import Drained, Failed, Forked, Hello, Ready, ToLauncher
+from multitok.messages.to_launcher import (
+    ControlReq,
+    Drained,
+    Failed,
+    Forked,
+    Hello,
+    OperationAck,
+    Ready,
+    ToLauncher,
+)
 from multitok.tokenizer.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
@@ -66,7 +77,8 @@ class Launcher:
     Each child has a channel: hello, ready and failure come from it, deaths and orders go to it. One loop over channels,
     process descriptors, signals and timers; no threads, no ZeroMQ. What it knows lies with `SharedState` (sockets,
     blocks), `Children` and `Announcer` (who lives, who is told), `HttpWorkers` and `WorkerChanges` (which workers there
-    should be), `RestartPolicy` (when a part that has died begins its next life) and `HangWatch` (who counts as dead).
+    should be), `RestartPolicy` (when a part that has died begins its next life), `HangWatch` (who counts as dead) and
+    `ControlPlane` (what operators have set).
 
     Parameters
     ----------
@@ -130,6 +142,8 @@ class Launcher:
         self._board = self._shared.board
         self._announcer = Announcer(self._children, runtime_dir.path)
         self._hang_watch = HangWatch(self._board, self._args.start_timeout, self._started_at)
+        self._control = ControlPlane(self._children, self._timers, self._board, self._args.log_level)
+        self._board.set_life(LAUNCHER, 0, 1, pid=os.getpid())
         self._timers.call_later(CHECK_S, self._check)
         self._workers = HttpWorkers(
             self._args.tokenizer_worker_num,
@@ -139,7 +153,7 @@ class Launcher:
             self._timers,
             drain_timeout=self._args.drain_timeout,
             exit_timeout=_STOP_TIMEOUT_S,
-            on_made=self._send_start,
+            on_made=self._brief_worker,
         )
         self._changes = WorkerChanges(self._workers, self._args.multi, lambda: check_files(self._args))
         for rank in range(len(ports.scheduler_ipc_names)):
@@ -286,7 +300,7 @@ class Launcher:
             FORK_SERVER: [],
         }[role]
         blocks, sockets = self._shared.child_blocks, self._shared.sockets(addresses)
-        child = ChildProcess.spawn(role, index, life, blocks, sockets)
+        child = ChildProcess.spawn(role, index, life, blocks, sockets, self._control.briefing)
         self._children.watch(child)
         _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
 
@@ -313,6 +327,10 @@ class Launcher:
                 child.failure = (message.message, message.exit_status)
             case Forked():
                 self._workers.made(message)
+            case ControlReq():
+                self._control.ask(child, message)
+            case OperationAck():
+                self._control.acknowledged(child, message)
             # One that was replaced before has finished its requests as any worker does.
             case Drained() if self._phase in (_Phase.DRAINING, _Phase.STOPPING):
                 self._finished += message.finished
@@ -322,6 +340,7 @@ class Launcher:
         child.ready_at = time.monotonic()
         if not child.draining:
             self._board.set_life(child.role, child.slot, child.life, index=child.index, pid=child.pid)
+        self._control.became_ready(child)
         if child.life > 1:
             _log.info("%s (pid %d) is ready, life %d", child.name, child.pid, child.life)
         self._announcer.became_ready(child)
@@ -343,6 +362,10 @@ class Launcher:
         for worker in self._children.of(WORKER):
             self._send_start(worker)
 
+    def _brief_worker(self, worker: ChildProcess) -> None:
+        worker.send(self._control.briefing)
+        self._send_start(worker)
+
     def _send_start(self, worker: ChildProcess) -> None:
         if self._info_block is not None:
             worker.send(Start(self._info_block))
@@ -359,6 +382,7 @@ class Launcher:
             ending += f": {child.failure[0]}"
         self._board.set_life(child.role, child.slot, 0)
         self._announcer.died(child)
+        self._control.buried(child)
         if child.role == WORKER:
             self._workers.buried(child)
         self._say_whether_ready()

@@ -1,8 +1,8 @@
 """The load board: shared memory with a line per process, for what others only need as a hint.
 
 Every word has one writer. A line is two cache lines, 16 words of 64 bits: the process's life number (0: not up), which
-the launcher writes together with its pid, and what the process itself writes: load figures, and until when it may be
-silent. Reading and writing an aligned word is one machine instruction, so there are no locks.
+the launcher writes together with its pid and epoch, and what the process itself writes: load figures, and until when it
+may be silent. Reading and writing an aligned word is one machine instruction, so there are no locks.
 
 Of an HTTP worker two lives may exist at once, so a worker's line is not its index but any free one, its slot.
 """
@@ -12,13 +12,16 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from typing import NamedTuple
 
 from multitok.launcher.shared_memory import SharedBlock, open_block
 
 _LINE_WORDS = 16
 _WORD_SIZE = 8
-_LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL, _INDEX, _PID = range(7)
+_LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL, _INDEX, _PID, _EPOCH = range(8)
 _TAKEN, _WORK, _EXPECTED_OUTPUT = range(8, 11)
+# What a process says of itself once a second.
+_LAG, _REQUESTS, _TOKENS, _OLDEST, _KV_USED = range(11, 16)
 
 
 def worker_slots(workers: int) -> int:
@@ -52,6 +55,7 @@ class LoadBoard:
         self._words = memoryview(self._map).cast("Q")
         router = 1 + ranks + detokenizers
         self._first_line = {
+            "launcher": 0,
             "scheduler": 1,
             "detokenizer": 1 + ranks,
             "router": router,
@@ -98,6 +102,10 @@ class LoadBoard:
         self._words[line + _PID] = pid
         self._words[line + _LIFE] = life
 
+    def set_epoch(self, role: str, slot: int, epoch: int) -> None:
+        """Say which control state a process has acknowledged."""
+        self._words[self._line(role, slot) + _EPOCH] = epoch
+
     # Written by each process, in its own line
 
     def slot(self, role: str, slot: int) -> LoadSlot:
@@ -123,11 +131,25 @@ class LoadBoard:
     def figures(self, role: str, index: int) -> dict[str, int]:
         """Return what a process's line says: of an HTTP worker, that of its last life that is up."""
         line = self._line_of(role, index)
-        return {
-            "life": self._words[line + _LIFE] if line else 0,
-            "load": self._words[line + _LOAD] if line else 0,
-            "waiting": self._words[line + _WAITING] if line else 0,
-        }
+        if line is None:
+            return {"life": 0, "load": 0, "waiting": 0}
+        words = self._words
+        return {"life": words[line + _LIFE], "load": words[line + _LOAD], "waiting": words[line + _WAITING]}
+
+    def details(self, role: str, index: int) -> Details:
+        """Return what a process said of itself at its last beat; see `figures`."""
+        line = self._line_of(role, index)
+        if line is None:
+            return Details()
+        words = self._words[line : line + _LINE_WORDS]
+        return Details(
+            epoch=words[_EPOCH],
+            lag=words[_LAG] / 1e6,
+            requests=words[_REQUESTS],
+            tokens=words[_TOKENS],
+            oldest=words[_OLDEST] / 1000,
+            kv_used=words[_KV_USED] / 1e6,
+        )
 
     def rank_work(self, rank: int) -> tuple[int, int, int]:
         """Return what a scheduler last said: requests taken, tokens to work on, output ids that a request makes."""
@@ -137,7 +159,7 @@ class LoadBoard:
     def pid(self, role: str, index: int) -> int:
         """Return the process id of the life that `figures` tells of; 0: not up."""
         line = self._line_of(role, index)
-        return self._words[line + _PID] if line else 0
+        return 0 if line is None else self._words[line + _PID]
 
     def worker_indexes(self) -> list[int]:
         """Return the indexes of the HTTP workers that are up."""
@@ -148,6 +170,31 @@ class LoadBoard:
             return self._line(role, index)
         lines = [line for line in self._workers if self._words[line + _INDEX] == index]
         return max(lines, key=lambda line: self._words[line + _LIFE], default=None)
+
+
+class Details(NamedTuple):
+    """What a process says of itself once a second.
+
+    Attributes
+    ----------
+    epoch : int
+        The control state that it has acknowledged.
+    lag : float
+        Seconds that its loop has let others wait.
+    requests, tokens : int
+        In its hands: an HTTP worker's own, a scheduler's in the engine and in the queue; ids of prompts and outputs.
+    oldest : float
+        Seconds since the oldest came: of an HTTP worker's, of those that wait for a scheduler's engine.
+    kv_used : float
+        Used part of an engine's KV cache, 0 to 1.
+    """
+
+    epoch: int = 0
+    lag: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    oldest: float = 0.0
+    kv_used: float = 0.0
 
 
 class LoadSlot:
@@ -170,6 +217,7 @@ class LoadSlot:
         self.publish_load(0, 0)
         self._words[self._line + _SILENT_UNTIL] = 0
         self.publish_work(0, 0, 0)
+        self.publish_details()
 
     def publish_load(self, load: int, waiting: int, waiting_tokens: int = 0) -> None:
         """Put down running and waiting requests, and the prompt ids of the latter."""
@@ -183,6 +231,17 @@ class LoadSlot:
         self._words[self._line + _EXPECTED_OUTPUT] = expected_output
         self._words[self._line + _WORK] = tokens
         self._words[self._line + _TAKEN] = taken
+
+    def publish_details(
+        self, lag: float = 0.0, requests: int = 0, tokens: int = 0, oldest: float = 0.0, kv_used: float = 0.0
+    ) -> None:
+        """Put down what is said once a second; see `Details`."""
+        line, words = self._line, self._words
+        words[line + _LAG] = int(max(0.0, lag) * 1e6)
+        words[line + _REQUESTS] = requests
+        words[line + _TOKENS] = tokens
+        words[line + _OLDEST] = int(max(0.0, oldest) * 1000)
+        words[line + _KV_USED] = int(max(0.0, kv_used) * 1e6)
 
     def beat(self, allowance: float) -> None:
         """Say that this process goes round, and counts as dead when it is silent for longer than this.

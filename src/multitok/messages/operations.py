@@ -37,9 +37,12 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", frozen=True):
     ----------
     path : str
         As for ``--model``.
+    version : str or None
+        What they are called.
     """
 
     path: str
+    version: str | None = None
 
 
 class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
@@ -61,6 +64,6 @@ class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
 EngineOperation = FlushCache | LoadAdapter | UnloadAdapter | UpdateWeights | StartProfile | StopProfile
 
 
-def name_of(operation: EngineOperation) -> str:
-    """Return the tag of an operation."""
+def name_of(operation: msgspec.Struct) -> str:
+    """Return the tag of an operation, of this or another kind."""
     return str(operation.__struct_config__.tag)

@@ -9,14 +9,25 @@ from enum import Enum
 
 import msgspec
 
-from multitok.messages import base, sampling, to_child, to_detokenizer, to_launcher, to_scheduler, to_tokenizer
+from multitok.messages import (
+    base,
+    control,
+    operations,
+    sampling,
+    to_child,
+    to_detokenizer,
+    to_launcher,
+    to_scheduler,
+    to_tokenizer,
+)
 
 
 @functools.cache
 def protocol_hash() -> str:
     """Return 16 hex digits over every message: name, tag, fields, types; and over every enumeration."""
     digest = hashlib.sha256()
-    for module in (base, sampling, to_scheduler, to_detokenizer, to_tokenizer, to_launcher, to_child):
+    requests = (base, sampling, to_scheduler, to_detokenizer, to_tokenizer)
+    for module in (*requests, to_launcher, to_child, operations, control):
         for name, value in sorted(vars(module).items()):
             if not isinstance(value, type) or value.__module__ != module.__name__:
                 continue

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from multitok.messages.control import ControlOperation, ControlState
+
 
 class Start(msgspec.Struct, array_like=True, tag=1, gc=False):
     """To an HTTP worker: the schedulers are up; `block` is the shared block with `scheduler_info`."""
@@ -90,8 +92,60 @@ class PartDied(msgspec.Struct, array_like=True, tag=9, gc=False):
 
 
 class Ping(msgspec.Struct, array_like=True, tag=10, gc=False):
-    """From a child to itself, once a second: its loop goes round."""
+    """From a child to itself, once a second: its loop goes round; `sent` is when, in seconds of CLOCK_MONOTONIC."""
+
+    sent: float = 0.0
+
+
+class Control(msgspec.Struct, array_like=True, tag=11, gc=False):
+    """The control state, and the operation that has led to it; the first message to each life.
+
+    A part does it before anything that is asked of it later, and says so by `OperationAck`.
+
+    Attributes
+    ----------
+    state : ControlState
+        Takes the place of the state so far.
+    id : int
+        The operation; 0: this is no operation but a life's beginning, and not to be acknowledged.
+    operation : ControlOperation or None
+        What is to be done; None: as much as the new state demands.
+    """
+
+    state: ControlState
+    id: int = 0
+    operation: ControlOperation | None = None
+
+
+class ControlReqOutput(msgspec.Struct, array_like=True, tag=12, gc=False):
+    """To an HTTP worker: what has become of its `ControlReq`.
+
+    Attributes
+    ----------
+    number : int
+        The question.
+    id, epoch : int
+        The operation, and the version of the state after it.
+    status : int
+        HTTP status: 200; 504 when some have not answered in time; or a refusal's.
+    message : str
+        What has failed, in words meant for the operator.
+    done, died, late : list of str
+        Parts that have done it, that have died meanwhile (their next life has the state), and that have not answered.
+    count : int
+        How many requests it has ended.
+    """
+
+    number: int
+    id: int = 0
+    epoch: int = 0
+    status: int = 200
+    message: str = ""
+    done: list[str] = []
+    died: list[str] = []
+    late: list[str] = []
+    count: int = 0
 
 
 ToItself = LauncherExited | Ping
-ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork | PartStarted | PartDied
+ToChild = Start | OwnerStarted | OwnerDied | Drain | Stop | Fork | PartStarted | PartDied | Control | ControlReqOutput

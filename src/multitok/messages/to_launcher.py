@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from multitok.messages.control import ControlOperation
+
 
 class Hello(msgspec.Struct, array_like=True, tag=1, gc=False):
     """First word of a child: which protocol it speaks.
@@ -48,4 +50,43 @@ class Forked(msgspec.Struct, array_like=True, tag=5, gc=False):
     pid: int
 
 
-ToLauncher = Hello | Ready | Failed | Drained | Forked
+class ControlReq(msgspec.Struct, array_like=True, tag=6, gc=False):
+    """From an HTTP worker: an operator wants this, and waits so many seconds for it.
+
+    Attributes
+    ----------
+    number : int
+        Identifies the question among this worker's.
+    operation : ControlOperation
+        What to do.
+    timeout : float
+        Seconds; then `ControlReqOutput` names the parts that have not answered.
+    """
+
+    number: int
+    operation: ControlOperation
+    timeout: float
+
+
+class OperationAck(msgspec.Struct, array_like=True, tag=7, gc=False):
+    """A part has done an operation, or why it has not.
+
+    Attributes
+    ----------
+    id : int
+        The operation.
+    status : int
+        HTTP status: 200; 409 where another operation came in between; or a refusal's, which takes the operation back.
+    problem : str
+        Why it was not done, in words meant for the operator.
+    count : int
+        How many requests it has ended.
+    """
+
+    id: int
+    status: int = 200
+    problem: str = ""
+    count: int = 0
+
+
+ToLauncher = Hello | Ready | Failed | Drained | Forked | ControlReq | OperationAck

@@ -154,13 +154,7 @@ class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
 
 
 class AbortReq(BaseReq, tag=3, kw_only=True):
-    """End requests: the one that `number` names, those with the user's id `rid` (their own or their call's), or all.
-
-    An abort by number also acknowledges the end of a request that has already finished.
-    """
-
-    rid: str | None = None
-    abort_all: bool = False
+    """End the request that `number` names, or acknowledge its end when it has already finished."""
 
 
 class AckReq(BaseReq, tag=4, kw_only=True):

@@ -20,8 +20,13 @@ def configure_logger(level: str, part: str) -> None:
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s %(levelname)-7s {part:<18} %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     )
+    logging.getLogger().handlers[:] = [handler]
+    set_log_level(level)
+
+
+def set_log_level(level: str) -> None:
+    """Show messages of this level and above: debug, info, warning or error."""
     root = logging.getLogger()
-    root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # Request lines are multitok's own business, and uvicorn's notes on its life are the launcher's.
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "httpx", "huggingface_hub"):

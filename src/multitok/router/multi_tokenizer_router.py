@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from multitok.config import PortArgs
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel, LauncherGone
 from multitok.ipc.orders import forward_orders
 from multitok.ipc.socket_mapping import SocketMapping
 from multitok.ipc.sockets import bind_pull, connect_push
 from multitok.messages.codec import FrameDecoder, encode_frame
 from multitok.messages.to_child import (
+    Control,
     LauncherExited,
     OwnerDied,
     OwnerStarted,
@@ -51,16 +54,17 @@ class MultiTokenizerRouter:
     policy : RoutingPolicy
         Chooses ranks.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
     """
 
     def __init__(
-        self, port_args: PortArgs, channel: LauncherChannel, policy: RoutingPolicy, beat: Callable[[], None]
+        self, port_args: PortArgs, channel: LauncherChannel, policy: RoutingPolicy, beat: Callable[[float], None]
     ) -> None:
         if port_args.router_ipc_name is None or port_args.control_ipc_name is None:
             raise ValueError("single mode has no router")
         self._port_args = port_args
         self._channel = channel
+        self._controlled = Controlled(channel)
         self._beat = beat
         self._stopping = False
         self._endpoint = port_args.endpoint(port_args.router_ipc_name)
@@ -147,10 +151,15 @@ class MultiTokenizerRouter:
             order = self._orders.decode(frame)
         except msgspec.DecodeError as error:
             _log.error("dropped an order that can't be decoded: %s", error)
-            return
+        else:
+            self._obey(order)
+
+    def _obey(self, order: ToChild | ToItself) -> None:
         match order:
             case Ping():
-                self._beat()
+                self._beat(time.monotonic() - order.sent)
+            case Control():
+                self._controlled.follow(order)
             case OwnerStarted():
                 self.live_owners.add(order.address)
                 down = self.send_to_scheduler.down

@@ -10,7 +10,7 @@ from multitok.router.multi_tokenizer_router import MultiTokenizerRouter
 from multitok.router.policies import RoutingPolicy
 
 
-def run_router_process(port_args: PortArgs, policy: RoutingPolicy, beat: Callable[[], None]) -> None:
+def run_router_process(port_args: PortArgs, policy: RoutingPolicy, beat: Callable[[float], None]) -> None:
     """Run the router until the launcher says stop.
 
     Parameters
@@ -20,7 +20,7 @@ def run_router_process(port_args: PortArgs, policy: RoutingPolicy, beat: Callabl
     policy : RoutingPolicy
         Chooses ranks.
     beat : callable
-        Called at least every second while the loop goes round.
+        Called at least every second while the loop goes round, with the seconds that it was late.
 
     Raises
     ------

@@ -10,6 +10,7 @@ import zmq
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.registry import create_engine, parse_engine_args
 from multitok.engines.settings import EngineSettings
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.scheduler.scheduler import LoadSlot, Scheduler
 from multitok.tokenizer.errors import ModelError
@@ -42,6 +43,7 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
         The launcher has exited.
     """
     channel = LauncherChannel(port_args.channel_fd)
+    controlled = Controlled(channel)
     try:
         settings = EngineSettings(
             files=files,
@@ -59,7 +61,15 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
     except ValueError as error:
         raise ModelError(str(error)) from error
     try:
-        scheduler = Scheduler(server_args, port_args, channel=channel, engine=engine, slot=slot)
+        scheduler = Scheduler(
+            server_args,
+            port_args,
+            channel=channel,
+            engine=engine,
+            controlled=controlled,
+            model_path=files.model_path,
+            slot=slot,
+        )
         # What loading left behind never needs to be looked at again.
         gc.collect()
         gc.freeze()

@@ -71,6 +71,26 @@ class RequestTable:
             numbers.append(self._numbers_by_rid[rid])
         return [request for number in numbers if (request := self.find_live(number)) is not None]
 
+    def named_from(self, prefix: str) -> list[ScheduledRequest]:
+        """Return the live requests whose id, their own or their call's, begins so."""
+        return [
+            request
+            for request in self.live()
+            if (request.message.rid or "").startswith(prefix) or (request.message.group or "").startswith(prefix)
+        ]
+
+    def in_flight(self, now: float) -> tuple[int, int, float]:
+        """Return how many requests run and wait, how many ids they have, and for how long the first has waited.
+
+        Parameters
+        ----------
+        now : float
+            Seconds of CLOCK_MONOTONIC.
+        """
+        tokens = sum(request.prompt_tokens + len(request.output_ids) for request in self.live())
+        oldest = next((now - request.received for request in self.waiting), 0.0)
+        return len(self.running) + len(self.waiting), tokens, oldest
+
     def overdue(self) -> Iterator[ScheduledRequest]:
         """Yield the live requests that should have begun or ended by now."""
         return self._deadlines.overdue(time.monotonic()) if len(self._deadlines) else iter(())

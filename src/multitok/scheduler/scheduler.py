@@ -12,12 +12,13 @@ import zmq
 
 from multitok.config import PortArgs, ServerArgs
 from multitok.engines.base import Engine, EngineOutput, EngineRefusal
+from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.ipc.socket_mapping import SocketMapping
 from multitok.ipc.sockets import bind_pull, readable
 from multitok.messages.base import BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder, encode_frame
-from multitok.messages.to_child import OwnerDied, Stop
+from multitok.messages.to_child import Control, OwnerDied, Stop
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
 from multitok.messages.to_scheduler import (
@@ -33,6 +34,7 @@ from multitok.messages.to_scheduler import (
     ToScheduler,
 )
 from multitok.messages.to_tokenizer import GetInternalStateReqOutput, LiveReqOutput
+from multitok.scheduler.rank_control import RankControl
 from multitok.scheduler.request import RequestMessage, ScheduledRequest
 from multitok.scheduler.request_table import RequestTable
 from multitok.scheduler.resend import missing_of, rebuilding_batches
@@ -40,8 +42,9 @@ from multitok.scheduler.step_output import Row, embedding_batch, token_batch
 from multitok.scheduler.validation import problem_of
 
 _log = logging.getLogger(__name__)
-# How long an idle loop waits at most before it says that it goes round.
+# How long an idle loop waits at most before it says that it goes round, and how often a busy one says how it does.
 _BEAT_MS = 1000
+_BEAT_S = 1.0
 # How long messages may keep the engine from its next step, how many are handled between two looks at the clock (so that
 # a few that come together begin together, also where this process has to wait for a core), and how many may be in hand.
 _TURN_S = 0.005
@@ -64,6 +67,12 @@ class LoadSlot(Protocol):
         """Say that this process goes round, and counts as dead when it is silent for more seconds than this."""
         ...
 
+    def publish_details(
+        self, lag: float = 0.0, requests: int = 0, tokens: int = 0, oldest: float = 0.0, kv_used: float = 0.0
+    ) -> None:
+        """Put down what is said once a second."""
+        ...
+
 
 class Scheduler:
     """One rank.
@@ -82,6 +91,10 @@ class Scheduler:
         To the launcher.
     engine : Engine
         Loaded and idle.
+    controlled : Controlled
+        What operators have set.
+    model_path : str
+        Where the engine's weights come from.
     slot : LoadSlot
         This rank's place on the load board.
     """
@@ -93,6 +106,8 @@ class Scheduler:
         *,
         channel: LauncherChannel,
         engine: Engine,
+        controlled: Controlled,
+        model_path: str,
         slot: LoadSlot,
     ) -> None:
         self._port_args = port_args
@@ -112,6 +127,15 @@ class Scheduler:
         self._payloads: FrameDecoder[ToScheduler] = FrameDecoder(port_args.start_token, ToScheduler)
         limit = engine.info.max_running_requests
         self._table = RequestTable(server_args, min(limit, server_args.max_running_requests or limit))
+        self._control = RankControl(
+            controlled,
+            engine,
+            self._table,
+            model_path=model_path,
+            refuse=server_args.when_paused == "refuse",
+            end_early=self._end_early,
+            before_long_work=lambda: slot.beat(self._step_timeout),
+        )
         self._admit_early = server_args.max_queued_tokens is not None
         self._dead_owners: set[str] = set()
         self._stopping = False
@@ -127,13 +151,16 @@ class Scheduler:
         poller = zmq.Poller()
         poller.register(self._receive, zmq.POLLIN)
         poller.register(self._channel.fileno(), zmq.POLLIN)
+        self._control.begin()
+        self._follow_launcher()
         self._channel.send(Ready(msgspec.msgpack.encode(self._engine.info)))
         wakeup = self._engine.wakeup
         if wakeup is not None:
             poller.register(wakeup, zmq.POLLIN)
-        table = self._table
+        table, control = self._table, self._control
+        say_details_at = longest_turn = 0.0
         while not self._stopping:
-            busy = bool(self._unhandled) or table.may_begin or (wakeup is None and self._engine.has_unfinished())
+            busy = bool(self._unhandled) or self._may_begin or (wakeup is None and self._may_step)
             self._slot.beat(self._step_timeout if busy else self._hang_timeout)
             woken = False
             for source, _ in poller.poll(0 if busy else table.ms_to_deadline(_BEAT_MS)):
@@ -143,10 +170,13 @@ class Scheduler:
                     woken = True
                 else:
                     self._receive_messages()
+                    # What an operator was told before a request was sent is known before that is looked at.
+                    self._follow_launcher()
+            begun = time.monotonic()
             self._handle_messages()
             self._end_overdue()
             self._admit()
-            if woken or self._engine.has_unfinished():
+            if woken or self._may_step:
                 if not busy:
                     self._slot.beat(self._step_timeout)
                 try:
@@ -155,8 +185,22 @@ class Scheduler:
                     self._fail_all("the engine failed")
                     raise
                 self._emit(outputs)
+            control.settle()
             self._slot.publish_load(len(table.running), len(table.waiting), table.waiting.tokens)
             self._slot.publish_work(table.work.taken, table.work.tokens, table.work.expected_output)
+            now = time.monotonic()
+            longest_turn = max(longest_turn, now - begun)
+            if now >= say_details_at:
+                self._slot.publish_details(longest_turn, *table.in_flight(now), self._engine.load().kv_used)
+                say_details_at, longest_turn = now + _BEAT_S, 0.0
+
+    @property
+    def _may_begin(self) -> bool:
+        return not self._control.paused and self._table.may_begin
+
+    @property
+    def _may_step(self) -> bool:
+        return not self._control.still and self._engine.has_unfinished()
 
     # Messages
 
@@ -164,6 +208,8 @@ class Scheduler:
         for message in self._channel.receive():
             if isinstance(message, OwnerDied):
                 self._forget_owner(message.address)
+            elif isinstance(message, Control):
+                self._control.follow(message)
             elif isinstance(message, Stop):
                 self._stopping = True
 
@@ -222,6 +268,9 @@ class Scheduler:
         problem = problem_of(message, self._engine.info)
         if problem is not None:
             self._refuse(header, 400, problem)
+            return
+        if (refusal := self._control.problem_of(message)) is not None:
+            self._refuse(header, *refusal)
             return
         if self._admit_early:
             # So that the ids of those that came just before, and need not wait, don't count as waiting.
@@ -290,16 +339,10 @@ class Scheduler:
     # Ends
 
     def _abort(self, message: AbortReq) -> None:
-        aborted = FinishReason("abort")
-        if message.abort_all:
-            self._end_early([*self._table.live()], aborted)
-        elif message.rid is not None:
-            self._end_early(self._table.named(message.rid), aborted)
-        else:
-            self._table.acknowledge(message.number)
-            request = self._table.find_live(message.number)
-            if request is not None:
-                self._end_early([request], aborted, acknowledged=True)
+        self._table.acknowledge(message.number)
+        request = self._table.find_live(message.number)
+        if request is not None:
+            self._end_early([request], FinishReason("abort"), acknowledged=True)
 
     def _end_overdue(self) -> None:
         for request in self._table.overdue():
@@ -349,8 +392,11 @@ class Scheduler:
     # Steps
 
     def _admit(self) -> None:
-        while self._table.may_begin:
+        while self._may_begin:
             request = self._table.begin_next()
+            if (problem := self._control.problem_of_adapter(request.message)) is not None:
+                self._refuse_waiting(request, *problem)
+                continue
             ids, params = request.engine_input()
             try:
                 self._engine.add_request(request.number, ids, params, request.engine_resumed, request.engine_fields)

@@ -19,7 +19,6 @@ from multitok.ipc.sender_wrapper import FrameSender, SenderWrapper
 from multitok.ipc.sockets import bind_pull
 from multitok.messages.numbers import RequestNumbers, owner_address
 from multitok.messages.to_scheduler import (
-    AbortReq,
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
     TokenizedEmbeddingReqInput,
@@ -28,6 +27,7 @@ from multitok.messages.to_scheduler import (
 from multitok.tokenizer.backends import TokenizerBackend
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
 from multitok.tokenizer.chat_template import ChatTemplate
+from multitok.tokenizer.control_client import ControlClient
 from multitok.tokenizer.limits import check_texts
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.recovery import ENGINE_DIED, Recovery, can_resume
@@ -113,6 +113,8 @@ class TokenizerManager:
         Whether no scheduler has room, by what they last said; they decide themselves.
     describe : callable
         Returns what /server_info says of the running processes.
+    control : ControlClient
+        The way to the control plane.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class TokenizerManager:
         is_ready: Callable[[], bool],
         queues_are_full: Callable[[], bool],
         describe: Callable[[], dict[str, object]],
+        control: ControlClient,
     ) -> None:
         self.server_args = server_args
         self.disaggregation_mode = server_args.disaggregation_mode
@@ -141,6 +144,7 @@ class TokenizerManager:
         self.tokenizer_ipc_name = owner_address(port_args.index, port_args.life)
         self.is_ready = is_ready
         self.token_text = text_tools.token_text
+        self.control = control
         self._describe = describe
         self._text_tools = text_tools
         self._backend = text_tools.backend
@@ -203,8 +207,12 @@ class TokenizerManager:
                 "address": self.tokenizer_ipc_name,
                 "running_requests": len(self.results),
             },
-            **self._describe(),
+            **self.admin_state(),
         }
+
+    def admin_state(self) -> dict[str, object]:
+        """Return what /admin/state says: what operators have set, and how the processes do."""
+        return {"control": msgspec.structs.asdict(self.control.state), **self._describe()}
 
     # Requests
 
@@ -243,19 +251,6 @@ class TokenizerManager:
         call = EmbeddingCall(request, sink, self._end_early)
         self._tokenize(request.prompts, True, call, False, self._send_embedding)
         return call
-
-    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
-        """End requests by the user's id, or all, whoever owns them; their callers are told.
-
-        Raises
-        ------
-        RequestError
-            The schedulers can't be reached at the moment.
-        """
-        try:
-            self._sender.send(AbortReq(rid=request_id, abort_all=abort_all))
-        except zmq.Again as error:
-            raise RequestError(503, _NO_ROOM) from error
 
     def check_text(self, text: str) -> None:
         """Refuse a text that can't fit into a prompt, without tokenizing it.

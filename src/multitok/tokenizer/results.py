@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -91,6 +92,13 @@ class ResultReceiver:
     def __len__(self) -> int:
         """Return how many sub-requests are running."""
         return len(self._requests)
+
+    def in_flight(self) -> tuple[int, int, float]:
+        """Return how many sub-requests are running, how many ids they have, and for how long the oldest has run."""
+        requests = self._requests.values()
+        tokens = sum(request.prompt_tokens + len(request.output_ids) // 4 for request in requests)
+        oldest = next((time.monotonic() - request.call.sent_at for request in requests), 0.0)
+        return len(requests), tokens, oldest
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive."""

@@ -73,6 +73,8 @@ class HealthRoutes:
 
     async def health_generate(self, request: Request) -> Response:
         """Serve ``/health_generate``; a request of its own goes through every part."""
+        if self._manager.control.state.paused is not None:
+            return error_response(RequestError(503, "generation is paused"))
         probe = _Probe()
         submission = None
         try:

@@ -1,4 +1,4 @@
-"""``GET /server_info``."""
+"""``GET /server_info`` and ``GET /admin/state``."""
 
 from __future__ import annotations
 
@@ -22,5 +22,9 @@ class InfoRoute:
         self._manager = manager
 
     async def server_info(self, request: Request) -> Response:
-        """Serve one request."""
+        """Serve ``/server_info``."""
         return json_response(self._manager.server_info())
+
+    async def admin_state(self, request: Request) -> Response:
+        """Serve ``/admin/state``."""
+        return json_response(self._manager.admin_state())

@@ -30,7 +30,14 @@ from multitok.http.openai.bounds import (
     check_logprobs,
     check_nested,
 )
-from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
+from multitok.http.openai.common import (
+    check_generator,
+    check_priority,
+    check_task,
+    check_timeout,
+    choose_model,
+    set_request_id,
+)
 from multitok.http.openai.logprobs import finite
 from multitok.http.openai.prompts import read_prompts, unpack_ids
 from multitok.http.openai.sampling import (
@@ -88,6 +95,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     bootstrap_room: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     resumed_tokens: int | None = None
+    lora_path: str | None = None
 
     input_embeds: Unsupported = None
     image_data: UnsupportedList = None
@@ -96,7 +104,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     logprob_start_len: int | None = None
     token_ids_logprob: UnsupportedList = None
     return_hidden_states: UnsupportedFlag = None
-    lora_path: Unsupported = None
     session_params: Unsupported = None
     custom_logit_processor: Unsupported = None
 
@@ -159,7 +166,7 @@ class GenerateRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
-        check_model(body.model, manager)
+        check_generator(body.model, manager)
         check_task("generate", manager)
         sampling = body.sampling_params or NativeSampling()
         refuse_unsupported(body, _UNSUPPORTED)
@@ -215,8 +222,16 @@ class GenerateRoute(BodyRoute):
             engine_fields=read_engine_fields(body, info),
             resumed_tokens=_resumed_tokens(body),
         )
+        choose_model(request, self._adapter(body) or body.model, manager)
         writer = NativeWriter(manager, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
+
+    def _adapter(self, body: GenerateRequest) -> str | None:
+        """Read ``lora_path``: as in SGLang, the name under which the adapter was loaded."""
+        name = body.lora_path
+        if name and name not in self._manager.control.state.adapters:
+            raise invalid("lora_path", f"no adapter {name[:200]!r} is loaded")
+        return name
 
 
 class NativeWriter:

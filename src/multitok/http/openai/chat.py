@@ -19,10 +19,11 @@ from multitok.http.generation import generate
 from multitok.http.manager import Manager
 from multitok.http.openai.bounds import MAX_TEMPLATE_CHARACTERS, check_copies, check_logprobs, check_nested
 from multitok.http.openai.common import (
-    check_model,
+    check_generator,
     check_priority,
     check_task,
     check_timeout,
+    choose_model,
     finish_reason,
     set_request_id,
     stop_reason,
@@ -62,7 +63,7 @@ class ChatRoute(BodyRoute):
         request_id = set_request_id(
             exchange, "chatcmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
-        check_model(body.model, manager)
+        check_generator(body.model, manager)
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)
         info = manager.engine_info
@@ -105,7 +106,8 @@ class ChatRoute(BodyRoute):
             timeout=check_timeout(body.timeout),
             engine_fields=read_engine_fields(body, info),
         )
-        writer = ChatWriter(manager, request_id, body, n, wants_usage(body))
+        model = choose_model(request, body.model, manager)
+        writer = ChatWriter(manager, model, request_id, body, n, wants_usage(body))
         return partial(generate, exchange, manager, request, writer)
 
 
@@ -168,7 +170,9 @@ class ChatWriter:
     Parameters
     ----------
     manager : Manager
-        Knows the model's name and the text of ids.
+        Knows the text of ids.
+    model : str
+        Name in the answer.
     request_id : str
         `id` of the answer.
     body : ChatRequest
@@ -186,7 +190,7 @@ class ChatWriter:
         See `Writer`.
     """
 
-    def __init__(self, manager: Manager, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
+    def __init__(self, manager: Manager, model: str, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.names = {"prompt": "messages", "max_tokens": limit}
         self._manager = manager
@@ -197,7 +201,7 @@ class ChatWriter:
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": manager.served_model_name}
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
         self._open = encode_json(fields)[:-1]
         self._detailed = self._ids or self._logprobs
         self._passed_back = b""

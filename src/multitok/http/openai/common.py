@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import msgspec
+
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.limits import check_request_id
@@ -11,7 +13,8 @@ from multitok.http.manager import Manager
 from multitok.http.openai.sampling import INT32_MAX
 from multitok.http.openai.types import OpenAIFields, StreamOptions, refuse_unsupported, unsupported_fields
 from multitok.messages.base import FinishReason
-from multitok.tokenizer.requests import RequestError
+from multitok.messages.sampling import EngineFields
+from multitok.tokenizer.requests import GenerateInput, RequestError
 
 _STREAM_OPTIONS = unsupported_fields(StreamOptions)
 
@@ -26,6 +29,35 @@ def check_model(model: str | None, manager: Manager) -> None:
     """
     if model and model != manager.served_model_name:
         raise RequestError(404, f"the model {model[:200]!r} does not exist", "model")
+
+
+def choose_model(request: GenerateInput, model: str | None, manager: Manager) -> str:
+    """Settle who answers a request for generation: the model, or one of its LoRA adapters.
+
+    Parameters
+    ----------
+    request : GenerateInput
+        Told the adapter.
+    model : str or None
+        As the client says; `check_generator` has taken it.
+    manager : Manager
+        Knows both.
+
+    Returns
+    -------
+    str
+        The name in the answer.
+    """
+    if not model or model == manager.served_model_name:
+        return manager.served_model_name
+    request.engine_fields = msgspec.structs.replace(request.engine_fields or EngineFields(), adapter=model)
+    return model
+
+
+def check_generator(model: str | None, manager: Manager) -> None:
+    """Refuse the name of another model, of which none of the loaded adapters has it; see `check_model`."""
+    if model not in manager.control.state.adapters:
+        check_model(model, manager)
 
 
 def check_task(task: str, manager: Manager) -> None:

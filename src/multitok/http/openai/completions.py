@@ -19,10 +19,11 @@ from multitok.http.generation import generate
 from multitok.http.manager import Manager
 from multitok.http.openai.bounds import check_copies, check_logprobs
 from multitok.http.openai.common import (
-    check_model,
+    check_generator,
     check_priority,
     check_task,
     check_timeout,
+    choose_model,
     finish_reason,
     set_request_id,
     stop_reason,
@@ -59,7 +60,7 @@ class CompletionRoute(BodyRoute):
         request_id = set_request_id(
             exchange, "cmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
-        check_model(body.model, manager)
+        check_generator(body.model, manager)
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)
         info = manager.engine_info
@@ -106,7 +107,8 @@ class CompletionRoute(BodyRoute):
             timeout=check_timeout(body.timeout),
             engine_fields=read_engine_fields(body, info),
         )
-        writer = CompletionWriter(manager, request_id, body, n, wants_usage(body))
+        model = choose_model(request, body.model, manager)
+        writer = CompletionWriter(manager, model, request_id, body, n, wants_usage(body))
         if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
             return lambda: exchange.run(self._echo_ids(exchange, request, writer))
         if body.echo:
@@ -128,7 +130,9 @@ class CompletionWriter:
     Parameters
     ----------
     manager : Manager
-        Knows the model's name and the text of ids.
+        Knows the text of ids.
+    model : str
+        Name in the answer.
     request_id : str
         `id` of the answer.
     body : CompletionRequest
@@ -150,7 +154,9 @@ class CompletionWriter:
 
     names: Mapping[str, str] = {}
 
-    def __init__(self, manager: Manager, request_id: str, body: CompletionRequest, n: int, usage: bool) -> None:
+    def __init__(
+        self, manager: Manager, model: str, request_id: str, body: CompletionRequest, n: int, usage: bool
+    ) -> None:
         self._manager = manager
         self._n = n
         self._usage = usage
@@ -163,7 +169,7 @@ class CompletionWriter:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         kind = "text_completion"
-        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": manager.served_model_name}
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
         self._open = encode_json(fields)[:-1]
         self._head = b"data: " + self._open + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"

@@ -1,0 +1,230 @@
+"""ControlPlane: carries out what operators ask for, in every part, and keeps the state that it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from multitok.ipc import controlled
+from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.children import SCHEDULER, WORKER, Children
+from multitok.launcher.load_board import LoadBoard
+from multitok.launcher.timers import Timers
+from multitok.messages.control import (
+    ControlOperation,
+    ControlState,
+    LogLevel,
+    is_for_ranks_only,
+    state_after,
+    state_without,
+)
+from multitok.messages.operations import name_of
+from multitok.messages.to_child import Control, ControlReqOutput
+from multitok.messages.to_launcher import ControlReq, OperationAck
+
+_log = logging.getLogger(__name__)
+
+LAUNCHER = "launcher"
+# Each packet to a child carries the whole state, and has a limit of 64 KiB.
+_MOST_STATE_BYTES = 32 * 1024
+_MOST_OPEN = 256
+# What came in between is no refusal: nothing is taken back.
+_OVERTAKEN = 409
+
+
+class _Open:
+    """An operation that some parts have not answered yet.
+
+    Attributes
+    ----------
+    id : int
+        The operation.
+    operation : ControlOperation or None
+        What it is; None: the taking back of another.
+    before, state : ControlState
+        Before and after it.
+    caller : ChildProcess or None
+        Who waits for the answer; None once it has it.
+    number : int
+        The caller's question.
+    awaited : dict of int to str
+        Names of the parts that have not answered, by process id.
+    done, died : list of str
+        Those that have, and those that ended first.
+    refusals : list of (str, int, str)
+        Part, status, and why.
+    count : int
+        Requests that it has ended.
+    """
+
+    def __init__(self, operation_id: int, operation: ControlOperation | None, before: ControlState) -> None:
+        self.id = operation_id
+        self.operation = operation
+        self.before = before
+        self.state = before
+        self.caller: ChildProcess | None = None
+        self.number = 0
+        self.awaited: dict[int, str] = {}
+        self.done: list[str] = []
+        self.died: list[str] = []
+        self.refusals: list[tuple[str, int, str]] = []
+        self.count = 0
+
+    @property
+    def name(self) -> str:
+        """Its name for people."""
+        return "undo" if self.operation is None else name_of(self.operation)
+
+
+class ControlPlane:
+    """One line of operations for the whole server.
+
+    It lives with the launcher, because what operators set must outlive every child, and because only the launcher knows
+    every life, ready or not. All goes over the channels: HTTP worker --ControlReq--> here --Control--> every part
+    --OperationAck--> here --ControlReqOutput--> HTTP worker. A channel keeps its order, so every part does operations
+    in the order of their ids, and a new life, whose channel begins with the state, has it before its first request. A
+    life that is not ready yet is told, and not waited for. Nothing here waits.
+
+    Parameters
+    ----------
+    children : Children
+        All.
+    timers : Timers
+        Of the launcher's loop.
+    board : LoadBoard
+        On which each part's epoch is put down.
+    log_level : {'debug', 'info', 'warning', 'error'}
+        As the server was started with.
+
+    Attributes
+    ----------
+    state : ControlState
+        The newest.
+    """
+
+    def __init__(self, children: Children, timers: Timers, board: LoadBoard, log_level: LogLevel) -> None:
+        self._children = children
+        self._timers = timers
+        self._board = board
+        self.state = ControlState(log_level=log_level)
+        self._ids = 0
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def briefing(self) -> Control:
+        """What a new life is told first."""
+        return Control(self.state)
+
+    def became_ready(self, child: ChildProcess) -> None:
+        """Put down which state a part begins with."""
+        self._board.set_epoch(child.role, child.slot, self.state.epoch)
+
+    # Operations
+
+    def ask(self, caller: ChildProcess, request: ControlReq) -> None:
+        """Begin an operation; the caller gets one answer, now or later."""
+        operation = request.operation
+        state = state_after(self.state, operation, self._ids + 1)
+        if len(self._open) >= _MOST_OPEN:
+            return self._refuse(caller, request, 503, "too many operations are under way; try again later")
+        if state is not self.state and len(msgspec.msgpack.encode(state)) > _MOST_STATE_BYTES:
+            return self._refuse(caller, request, 400, "there is no room for so many adapters")
+        if is_for_ranks_only(operation) and not any(child.ready for child in self._children.of(SCHEDULER)):
+            return self._refuse(caller, request, 503, "no scheduler is up; try again later")
+        current = self._begin(operation, state)
+        current.caller, current.number = caller, request.number
+        _log.info("operation %d: %s by %s, epoch %d", current.id, current.name, caller.name, state.epoch)
+        if current.awaited:
+            self._timers.call_later(request.timeout, lambda: self._time_is_up(current))
+        else:
+            self._end(current)
+
+    def _begin(self, operation: ControlOperation | None, state: ControlState) -> _Open:
+        """Keep the state, and tell every part that an operation concerns."""
+        self._ids += 1
+        current = self._open[self._ids] = _Open(self._ids, operation, self.state)
+        current.state = self.state = state
+        order = Control(state, current.id, operation)
+        if operation is not None and is_for_ranks_only(operation):
+            concerned = self._children.of(SCHEDULER)
+        else:
+            concerned = self._children.all()
+            controlled.apply(order)
+            self._board.set_epoch(LAUNCHER, 0, state.epoch)
+            current.done.append(LAUNCHER)
+        for child in concerned:
+            child.send(order)
+            if child.ready:
+                current.awaited[child.pid] = _name(child)
+        return current
+
+    def acknowledged(self, child: ChildProcess, ack: OperationAck) -> None:
+        """A part has answered."""
+        current = self._open.get(ack.id)
+        if current is None:
+            return
+        self._board.set_epoch(child.role, child.slot, current.state.epoch)
+        name = current.awaited.pop(child.pid, None)
+        if name is None:
+            return
+        current.count += ack.count
+        if ack.status == 200:
+            current.done.append(name)
+        else:
+            current.refusals.append((name, ack.status, ack.problem))
+        self._end_if_nobody_is_awaited(current)
+
+    def buried(self, child: ChildProcess) -> None:
+        """A part has ended, and holds nothing up: its next life begins with the state."""
+        for current in list(self._open.values()):
+            if (name := current.awaited.pop(child.pid, None)) is not None:
+                current.died.append(name)
+                self._end_if_nobody_is_awaited(current)
+
+    def _end_if_nobody_is_awaited(self, current: _Open) -> None:
+        if not current.awaited:
+            self._end(current)
+
+    def _end(self, current: _Open) -> None:
+        del self._open[current.id]
+        refused = [(status, f"{name}: {problem}") for name, status, problem in current.refusals]
+        if current.caller is None:
+            for _, words in refused:
+                _log.warning("operation %d (%s), which nobody waits for any more: %s", current.id, current.name, words)
+        if current.operation is not None and any(status != _OVERTAKEN for status, _ in refused):
+            state = state_without(self.state, current.operation, current.before)
+            if state is not self.state:
+                _log.warning("operation %d (%s) is taken back", current.id, current.name)
+                self._begin(None, state)
+        if refused:
+            self._answer(current, max(status for status, _ in refused), "; ".join(words for _, words in refused))
+        else:
+            self._answer(current, 200, "")
+
+    def _time_is_up(self, current: _Open) -> None:
+        """Tell the caller who has not answered; the operation stays, and whoever is late does it when it can."""
+        if current.id in self._open and current.caller is not None:
+            late = ", ".join(sorted(current.awaited.values()))
+            self._answer(current, 504, f"operation {current.id} ({current.name}) was not done in time by {late}")
+
+    def _answer(self, current: _Open, status: int, message: str) -> None:
+        caller, current.caller = current.caller, None
+        if caller is None:
+            return
+        answer = ControlReqOutput(current.number, current.id, current.state.epoch, status, message)
+        answer.done, answer.died = sorted(current.done), sorted(current.died)
+        answer.late = sorted(current.awaited.values())
+        answer.count = current.count
+        if status != 200:
+            _log.warning("operation %d (%s): %d, %s", current.id, current.name, status, message)
+        caller.send(answer)
+
+    @staticmethod
+    def _refuse(caller: ChildProcess, request: ControlReq, status: int, message: str) -> None:
+        caller.send(ControlReqOutput(request.number, status=status, message=message))
+
+
+def _name(child: ChildProcess) -> str:
+    """Return a part's name; of an HTTP worker two lives may be there."""
+    return f"{child.name} (draining)" if child.role == WORKER and child.draining else child.name

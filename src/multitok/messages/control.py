@@ -1,0 +1,155 @@
+"""The control plane: what operators ask for, and the state that it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from multitok.messages.operations import (
+    FlushCache,
+    LoadAdapter,
+    StartProfile,
+    StopProfile,
+    UnloadAdapter,
+    UpdateWeights,
+)
+
+PauseMode = Literal["wait", "abort", "keep"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ControlState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What operators have set; every part has a copy, and the launcher's outlives them all.
+
+    Attributes
+    ----------
+    epoch : int
+        Its version: each operation that changes it adds one.
+    paused : {'wait', 'abort', 'keep'} or None
+        No request begins; ``keep``: nor does the engine take a step.
+    log_level : {'debug', 'info', 'warning', 'error'}
+        Least severe messages shown.
+    adapters : dict of str to str
+        Path of each loaded LoRA adapter, by name.
+    weights : str or None
+        Where the weights were loaded from that took the place of the model's own.
+    weight_version : str
+        What the operator, or else the number of the operation, calls them.
+    """
+
+    epoch: int = 0
+    paused: PauseMode | None = None
+    log_level: LogLevel = "info"
+    adapters: dict[str, str] = {}
+    weights: str | None = None
+    weight_version: str = "default"
+
+
+class Pause(msgspec.Struct, tag="pause", frozen=True):
+    """Let no request begin; those that come are held.
+
+    Attributes
+    ----------
+    mode : {'wait', 'abort', 'keep'}
+        What becomes of those that run: they end by themselves, which is waited for; they are aborted; or they stay
+        where they are, and the engine takes no step.
+    """
+
+    mode: PauseMode = "wait"
+
+
+class Continue(msgspec.Struct, tag="continue", frozen=True):
+    """End a pause."""
+
+
+class SetLogLevel(msgspec.Struct, tag="set_log_level", frozen=True):
+    """Show messages of this level and above, in every process."""
+
+    level: LogLevel
+
+
+class FreezeGc(msgspec.Struct, tag="freeze_gc", frozen=True):
+    """Collect garbage, and never again look at what is there now, in every process."""
+
+
+class AbortMatching(msgspec.Struct, tag="abort", frozen=True):
+    """End requests, whoever owns them.
+
+    Attributes
+    ----------
+    rid : str or None
+        The user's id, a request's own or its call's; None: all.
+    prefix : bool
+        Every id that begins so.
+    """
+
+    rid: str | None = None
+    prefix: bool = False
+
+
+ControlOperation = (
+    Pause
+    | Continue
+    | SetLogLevel
+    | FreezeGc
+    | AbortMatching
+    | FlushCache
+    | LoadAdapter
+    | UnloadAdapter
+    | UpdateWeights
+    | StartProfile
+    | StopProfile
+)
+
+
+def state_after(state: ControlState, operation: ControlOperation, operation_id: int) -> ControlState:
+    """Return the state that an operation leaves behind: the same object where it changes nothing that is kept."""
+    match operation:
+        case Pause():
+            changes: dict[str, object] = {"paused": operation.mode}
+        case Continue():
+            changes = {"paused": None}
+        case SetLogLevel():
+            changes = {"log_level": operation.level}
+        case LoadAdapter():
+            changes = {"adapters": {**state.adapters, operation.name: operation.path}}
+        case UnloadAdapter():
+            changes = {"adapters": {name: path for name, path in state.adapters.items() if name != operation.name}}
+        case UpdateWeights():
+            changes = {"weights": operation.path, "weight_version": operation.version or str(operation_id)}
+        case _:
+            return state
+    return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)
+
+
+def state_without(state: ControlState, operation: ControlOperation, before: ControlState) -> ControlState:
+    """Return the state in which an operation is taken back, whatever else has been changed since.
+
+    Parameters
+    ----------
+    state : ControlState
+        The newest.
+    operation : ControlOperation
+        One that a part has refused.
+    before : ControlState
+        The state that it was asked for in.
+    """
+    match operation:
+        case Pause():
+            changes: dict[str, object] = {"paused": before.paused}
+        case LoadAdapter() | UnloadAdapter():
+            adapters = {name: path for name, path in state.adapters.items() if name != operation.name}
+            if operation.name in before.adapters:
+                adapters[operation.name] = before.adapters[operation.name]
+            changes = {"adapters": adapters}
+        case UpdateWeights():
+            changes = {"weights": before.weights, "weight_version": before.weight_version}
+        case _:
+            return state
+    return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)
+
+
+def is_for_ranks_only(operation: ControlOperation) -> bool:
+    """Whether an operation concerns the schedulers and nobody else, and changes no state."""
+    return isinstance(operation, AbortMatching | FlushCache | StartProfile | StopProfile)
