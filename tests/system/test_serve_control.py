@@ -73,20 +73,16 @@ def shared(server: Server) -> Iterator[Server]:
     server.wait_until_idle()
 
 
-@pytest.mark.parametrize("probes", [64, pytest.param(6400, marks=pytest.mark.slow)])
-def test_nothing_slips_through_a_hundred_pauses_and_nothing_hangs_after_them(shared: Server, probes: int) -> None:
+def test_nothing_slips_through_a_hundred_pauses_and_nothing_hangs_after_them(shared: Server) -> None:
     clients = [shared.connection() for _ in range(8)]
-    each = probes / 100
     for i in range(100):
         operate(clients[i % 8], "/pause_generation", mode="abort")
-        count = int((i + 1) * each) - int(i * each)
-        held = Probes(shared, count)
+        held = Probes(shared, 64)
         # Every one of them has reached a scheduler, which keeps it.
-        shared.wait_for_load(0, waiting=count)
+        shared.wait_for_load(0, waiting=64)
         assert held.answered() == 0
         operate(clients[(i + 3) % 8], "/continue_generation")
-        if count:
-            assert held.texts() == {echo_text(PROMPT, 2)}
+        assert held.texts() == {echo_text(PROMPT, 2)}
 
 
 @pytest.mark.parametrize("http_workers", [1, 4])
@@ -155,8 +151,8 @@ def test_adapter_that_one_worker_has_loaded_is_used_through_all(http_workers: in
         clients = [connections.enter_context(server.connection_to(i + 1)) for i in range(http_workers)]
         loaded = operate(clients[0], "/load_lora_adapter", lora_name="poet", lora_path=str(tmp_path))
         assert loaded["loaded_adapters"] == {"poet": str(tmp_path)}
-        plain = [token for token in range(100, 120)]
-        body: dict[str, Any] = {"prompt": plain, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
+        plain = list(range(100, 104))
+        body: dict[str, Any] = {"prompt": plain, "max_tokens": 4, "return_token_ids": True, "ignore_eos": True}
         for i in range(40):
             client = clients[i % http_workers]
             answer = client.post("/v1/completions", json={"model": "poet", **body}).json()
@@ -164,12 +160,15 @@ def test_adapter_that_one_worker_has_loaded_is_used_through_all(http_workers: in
             names = [model["id"] for model in client.get("/v1/models").json()["data"]]
             assert names == [MODEL, "poet"]
         # Every next life has it: of ranks before their first request, of workers too.
-        for part in ("scheduler:0", "scheduler:1", "tokenizer_worker:1"):
+        for part in ("scheduler:0", "tokenizer_worker:1"):
             server.wait_for_replacement(part, server.kill(part))
         again = server.connection()
         for _ in range(4):
-            answer = again.post("/generate", json={"input_ids": plain, "lora_path": "poet"}).json()
-            assert answer["output_ids"][:20] == plain[::-1]
+            answer = again.post(
+                "/generate",
+                json={"input_ids": plain, "lora_path": "poet", "sampling_params": {"max_new_tokens": 4}},
+            ).json()
+            assert answer["output_ids"] == plain[::-1]
         nothing = again.post("/load_lora_adapter", json={"lora_name": "b", "lora_path": str(tmp_path / "b")})
         assert nothing.status_code == 400
         assert "scheduler:0: there is nothing at" in nothing.json()["error"]["message"]
@@ -180,20 +179,18 @@ def test_adapter_that_one_worker_has_loaded_is_used_through_all(http_workers: in
 
 
 def test_requests_are_aborted_by_prefix_through_a_worker_that_does_not_own_them(shared: Server) -> None:
-    with shared.connection_to(1) as owner, shared.connection_to(3) as other:
-        api = shared.openai_over(owner)
+    with contextlib.ExitStack() as connections:
         streams = {}
-        for name in ("batch-1", "batch-2", "else"):
-            with shared.connection_to(1) as client:
-                pass
-            streams[name] = shared.openai.completions.create(**_LONG, stream=True, extra_body={"request_id": name})
+        for worker, name in enumerate(("batch-1", "batch-2", "else"), start=1):
+            api = shared.openai_over(connections.enter_context(shared.connection_to(worker)))
+            streams[name] = api.completions.create(**_LONG, stream=True, extra_body={"request_id": name})
             next(streams[name])
+        other = connections.enter_context(shared.connection_to(4))
         assert operate(other, "/abort_request", rid_prefix="batch-")["aborted"] == 2
         for name in ("batch-1", "batch-2"):
             assert [chunk.choices[0].finish_reason for chunk in streams[name]][-1] == "abort"
         assert operate(other, "/abort_request", rid="els")["aborted"] == 0
         assert operate(other, "/abort_request", rid="else")["aborted"] == 1
-        assert api
         shared.wait_until_idle(LEAVE_S)
 
 
@@ -222,31 +219,21 @@ def test_log_level_holds_in_every_process_and_in_the_next_life_of_each(http_work
 def test_pause_outlives_every_process(http_workers: int) -> None:
     with Server(*_SLOW, *workers(http_workers), *_PARTS) as server:
         operate(server.http, "/pause_generation", mode="wait")
-        held = None
-        # The worker last: it takes its connections with it.
-        for part in [
-            part
-            for part in ("router", "detokenizer:0", "fork_server", "scheduler:0", "scheduler:1")
-            if part in everybody(server)
-        ]:
+        for part in [part for part in PARTS if part in everybody(server)]:
             server.wait_for_replacement(part, server.kill(part))
-            held = Probes(server, 2)
-            eventually(lambda: sum(server.load()) >= 2, STOP_S, "they are held")
-            assert held.answered() == 0
-        server.wait_for_replacement("tokenizer_worker:1", server.kill("tokenizer_worker:1"))
         server.http = server.connection()
         state = server.http.get("/admin/state").json()
         assert state["control"]["paused"] == "wait"
         assert {figures["epoch"] for figures in state["processes"].values()} == {1}
         held = Probes(server, 8)
-        eventually(lambda: server.load()[1] >= 8, STOP_S, "they are held")
-        assert held.answered() == server.load()[0] == 0
+        server.wait_for_load(0, waiting=8)
+        assert held.answered() == 0
         operate(server.http, "/continue_generation")
         assert held.texts() == {echo_text(PROMPT, 2)}
 
 
-def test_pause_holds_in_a_rolling_restart(shared: Server) -> None:
-    with Server(*_SLOW, *workers(1)) as server:
+def test_pause_holds_in_a_rolling_restart_of_the_only_worker() -> None:
+    with Server(*_SLOW) as server:
         operate(server.http, "/pause_generation", mode="wait")
         server.send_signal(signal.SIGHUP)
         server.wait_for_line("every HTTP worker is replaced")
