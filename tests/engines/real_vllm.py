@@ -87,7 +87,7 @@ class TestVLLM(EngineConformance):
         return [chat(question) for question in QUESTIONS]
 
     def test_greedy_ids_are_those_of_transformers_on_the_same_weights(self, driver, prompts, model_folder):
-        """OpenVINO is no reference here: what it makes of the GGUF file are slightly other weights."""
+        """OpenVINO, which reads the GGUF file itself, is no reference here: docs/decisions.md."""
         import torch
         from transformers import AutoModelForCausalLM
 

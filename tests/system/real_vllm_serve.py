@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from processes import pids_in, title
 from server import DEATH_S, LOAD_S, STOP_S, Server, eventually, workers
 
 sys.path.append(str(Path(__file__).parents[1] / "engines"))
@@ -53,11 +55,15 @@ class VLLMServer(Server):
         eventually(lambda: not self.titles(), _GONE_S, "no process is left")
 
     def vllm_processes(self) -> set[int]:
-        return {pid for title, pid in self.titles().items() if title.startswith("VLLM::")}
+        found = set()
+        for pid in pids_in(self.directory):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if title(pid).startswith("VLLM::"):
+                    found.add(pid)
+        return found
 
     def kill_core(self) -> None:
-        (pid,) = (pid for title, pid in self.titles().items() if title.startswith("VLLM::EngineCore"))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.titles()["VLLM::EngineCore"], signal.SIGKILL)
 
     def ask(self, **options: Any) -> Any:
         options = {"temperature": 0, "max_tokens": 24} | options

@@ -143,8 +143,8 @@ def _make_sglang(settings: EngineSettings) -> Engine:
 _MAKERS: dict[str, Callable[[EngineSettings], Engine]] = {
     "openvino": _make_openvino,
     "remote": _make_remote,
-    "simulated": _make_simulated,
     "sglang": _make_sglang,
+    "simulated": _make_simulated,
     "vllm": _make_vllm,
 }
 ENGINE_NAMES = tuple(_MAKERS)

@@ -117,8 +117,9 @@ class VLLMCore:
         raise TimeoutError(f"vLLM did not answer within {OPERATION_LIMIT_S:g} seconds")
 
     def notify(self) -> None:
-        """Make the descriptor readable."""
-        os.eventfd_write(self.wakeup, 1)
+        """Make the descriptor readable; from any thread."""
+        if not self._closing:
+            os.eventfd_write(self.wakeup, 1)
 
     def take(self) -> list[list[Any]]:
         """Return the batches of ``EngineCoreOutput`` that have come, in order, without waiting.

@@ -72,9 +72,10 @@ class VLLMEngine:
         self._config = config = engine_config(args)
         if config.model_config.runner_type != "generate":
             raise ValueError("engine 'vllm' generates text; for embeddings take engine 'openvino'")
-        self._core = VLLMCore(config, log_stats=not args.disable_log_stats, directory=settings.runtime_dir)
         model = config.model_config
+        # For grammars only: vLLM's checks of them look at it.
         self._tokenizer = cached_tokenizer_from_config(model)
+        self._core = VLLMCore(config, log_stats=not args.disable_log_stats, directory=settings.runtime_dir)
         self._info = _info(config, settings, version, grammars=self._tokenizer is not None)
         self._eos = self._info.eos_token_ids
         self._live: dict[int, _Live] = {}
