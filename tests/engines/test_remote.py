@@ -79,6 +79,14 @@ class TestMultitok(EngineConformance):
         assert (info.top_logprobs, info.context_length) == (20, resolve_model(None).context_length)
 
 
+@pytest.fixture(scope="module")
+def openvino():
+    with Server("--resume-generation", start_timeout=LOAD_S) as server:
+        engine = make(server)
+        yield engine
+        engine.shutdown()
+
+
 @pytest.mark.real_engine
 class TestOpenVINO:
     """A real model behind it: what depends on the engine is tested with the engine."""
@@ -92,13 +100,6 @@ class TestOpenVINO:
     test_logprobs = EngineConformance.test_log_probabilities_come_only_when_asked
     test_no_top_logprobs = EngineConformance.test_top_log_probabilities_have_the_asked_number
     test_seeds = EngineConformance.test_a_seed_reproduces
-
-    @pytest.fixture(scope="module")
-    def openvino(self):
-        with Server("--resume-generation", start_timeout=LOAD_S) as server:
-            engine = make(server)
-            yield engine
-            engine.shutdown()
 
     @pytest.fixture
     def engine(self, openvino):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
+from typing import Any
 
 import openai
 import pytest
-from reference import MODEL, echo_text
-from server import DEATH_S, SIMULATED, START_S, Server, engine_args, workers
+from reference import MODEL, echo_text, ids_of
+from server import DEATH_S, LEAVE_S, SIMULATED, START_S, STOP_S, Server, engine_args, free_port, workers
 
 _STREAMS = 20
 _TOKENS = 150
