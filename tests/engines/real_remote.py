@@ -6,6 +6,7 @@ Not a part of `make test`: docs/engines.md says what it was run against. REMOTE_
 separated by blanks.
 """
 
+import logging
 import os
 
 import pytest
@@ -22,7 +23,7 @@ from multitok.tokenizer.model_files import resolve_tokenizer
 def shared():
     options = {"url": os.environ["REMOTE_URL"], **parse_engine_args(os.environ.get("REMOTE_ARGS", "").split())}
     engine = RemoteEngine(EngineSettings(files=resolve_tokenizer(os.environ["REMOTE_TOKENIZER"]), options=options))
-    print(engine.info)
+    logging.getLogger(__name__).warning("%s", engine.info)
     yield engine
     engine.shutdown()
 

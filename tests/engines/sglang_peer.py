@@ -1,9 +1,9 @@
-"""SGLang's own HTTP front end around a scheduler whose next id follows from the last: run by a Python that has SGLang 0.5.23.
+"""SGLang 0.5.23's own HTTP front end around a scheduler whose next id follows from the last.
 
     STUB_TOKENS=FILE python tests/engines/sglang_peer.py --model-path FOLDER --skip-tokenizer-init --port 30000 ...
 
-For `real_remote.py`; not a part of `make test`. Beside what the scheduler of benchmarks/peers/sglang does, this one knows
-end-of-sequence and stop ids, log probabilities and aborts.
+For `real_remote.py`, in an environment that has SGLang; not a part of `make test`. Beside what the scheduler of
+benchmarks/peers/sglang does, this one knows end-of-sequence and stop ids, log probabilities and aborts.
 """
 
 from __future__ import annotations
