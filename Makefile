@@ -42,11 +42,12 @@ test-all: $(VENV)/.installed-test  ## the tests that take long, too
 	$(SGLANG_PYTHON) -m venv --clear .venv-sglang
 	$(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang.pth"
+	.venv-sglang/bin/pip install --quiet --upgrade pip
 	.venv-sglang/bin/pip install --quiet --editable . --group test
 	touch $@
 
 test-sglang: .venv-sglang/.installed  ## the SGLang adapter against SGLang; SGLANG_PYTHON=.../bin/python
-	.venv-sglang/bin/pytest -W ignore tests/engines/sglang $(ARGS)
+	.venv-sglang/bin/pytest -W ignore tests/engines/with_sglang $(ARGS)
 
 fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore the API as long
 	-$(BIN)/pip install --quiet --group fuzz
