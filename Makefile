@@ -45,11 +45,13 @@ test-all: $(VENV)/.installed-test  ## the tests that take long, too
 	$(SGLANG_PYTHON) -m venv --clear .venv-sglang
 	$(SGLANG_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang.pth"
+	.venv-sglang/bin/pip install --quiet --upgrade pip
 	.venv-sglang/bin/pip install --quiet --editable . --group test
 	touch $@
 
 test-sglang: .venv-sglang/.installed  ## the SGLang adapter against SGLang; SGLANG_PYTHON=.../bin/python
-	.venv-sglang/bin/pytest -W ignore tests/engines/sglang $(ARGS)
+	.venv-sglang/bin/pytest -W ignore tests/engines/with_sglang $(ARGS)
+
 # torch first, and in a build for the CPU where the index has several; vLLM does without the three that go.
 $(VLLM_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(VLLM_VENV)

@@ -4,6 +4,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 from processes import pids_in, title
@@ -58,6 +59,8 @@ def test_two_workers_serve_sglang_and_get_over_its_death(model_folder, stub_envi
             list(stream)
         server.wait_for_line("ended with exit code -9", begin=lines)
         server.wait_for_line("SGLang .* is ready", LOAD_S, begin=lines)
-        eventually(lambda: server.http.get("/health").is_success, LOAD_S, "requests are taken again")
+        # On fresh connections: both workers.
+        ready = lambda: all(httpx.get(f"{server.base_url}/ready").is_success for _ in range(8))  # noqa: E731
+        eventually(ready, LOAD_S, "requests are taken again")
         chat(50)
         assert before not in server.schedulers()
