@@ -8,6 +8,7 @@ import pytest
 
 from multitok import __version__
 from multitok.messages.protocol import protocol_hash
+from multitok.messages.to_child import Stop
 from multitok.messages.to_launcher import Hello, Ready
 
 
@@ -71,6 +72,14 @@ def test_every_part_ends_with_its_launchers_channel(make_site, role, addresses):
     site.die(child)
     assert site.ending(child) == "exited with status 1"
     assert not os.path.exists(site.runtime_dir.path)
+
+
+def test_a_child_that_somebody_wakes_up_goes_on(make_site):
+    site = make_site(workers=2)
+    router = site.ready_child("router", ["router", "control"])
+    os.kill(router.pid, signal.SIGCONT)
+    router.send(Stop())
+    assert site.ending(router) == "exited with status 0"
 
 
 def test_a_killed_child_is_reported_with_its_signal(make_site):

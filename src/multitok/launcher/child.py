@@ -30,7 +30,8 @@ from multitok.tokenizer.errors import ModelError
 from multitok.tokenizer.model_files import ModelFiles
 
 _log = logging.getLogger(__name__)
-_OTHERS_EXIT_S = 2.0
+# With this every child is gone two seconds after it has noticed, whatever the others do.
+_OTHERS_EXIT_S = 1.0
 USAGE_STATUS = 2
 
 
@@ -88,9 +89,10 @@ def begin(role: str, server_args: ServerArgs, port_args: PortArgs, launcher_pid:
     # The launcher says when to go, whoever else gets its signals; an HTTP worker takes SIGTERM as its own drain.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, _launcher_died)
-    # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up.
-    kill_itself_when_parent_died(launcher_pid, signal.SIGKILL if role == "scheduler" else signal.SIGUSR2)
+    signal.signal(signal.SIGCONT, _end_without(launcher_pid))
+    # A step may hold the GIL for long, so a scheduler can't rely on its own handler; the others clean up, and are woken
+    # up for that where they are stopped.
+    kill_itself_when_parent_died(launcher_pid, signal.SIGKILL if role == "scheduler" else signal.SIGCONT)
     configure_logger(server_args.log_level, name)
 
 
@@ -99,7 +101,7 @@ def guarded(run: Callable[[], None], port_args: PortArgs, runtime_dir: RuntimeDi
     try:
         run()
     except LauncherGone:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
         _log.warning("the launcher is gone")
         runtime_dir.leave(_OTHERS_EXIT_S)
         return 1
@@ -156,8 +158,13 @@ def _beat_of(role: str, server_args: ServerArgs, port_args: PortArgs, board: Loa
     return beat
 
 
-def _launcher_died(*_: object) -> None:
-    raise LauncherGone
+def _end_without(launcher_pid: int) -> Callable[[int, object], None]:
+    def on_signal(*_: object) -> None:
+        # Anybody may send this one.
+        if os.getppid() != launcher_pid:
+            raise LauncherGone
+
+    return on_signal
 
 
 def _report(port_args: PortArgs, message: str, status: int) -> int:

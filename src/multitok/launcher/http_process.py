@@ -79,7 +79,7 @@ class _Orders:
         loop.add_reader(channel.fileno(), self.look)
         loop.add_signal_handler(signal.SIGTERM, self._queue.put_nowait, None)
         # A handler that raises would raise inside whatever runs; the channel's end says the same.
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
 
     def look(self) -> None:
         """Take what has come by now."""
