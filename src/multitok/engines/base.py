@@ -245,6 +245,8 @@ class Engine(Protocol):
     def operate(self, operation: EngineOperation) -> None:
         """Do something that an operator asked for, between two steps; only what ``info.operations`` names.
 
+        A new engine is brought to what operators have set (adapters, weights) in the same way, before any request.
+
         Raises
         ------
         EngineRefusal

@@ -73,7 +73,8 @@ def _validation_error(message: str) -> RequestError:
     for name, words in _NAMES.items():
         problem = problem.replace(name, words)
     path = match.group(1)
-    return RequestError(400, f"{path}: {problem}", path or None)
+    # A word that is none of those that are allowed is repeated in it.
+    return RequestError(400, f"{path}: {problem[:_PATH_LIMIT]}", path or None)
 
 
 def _malformed(body: bytes | bytearray, message: str) -> RequestError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 
-from multitok.ipc.launcher_channel import LauncherChannel
+from multitok.ipc.launcher_channel import LauncherChannel, LauncherSlow
 from multitok.messages.control import ControlState, FreezeGc
 from multitok.messages.to_child import Control
 from multitok.messages.to_launcher import OperationAck
@@ -46,8 +46,12 @@ class Controlled:
 
     def acknowledge(self, order: Control, status: int = 200, problem: str = "", count: int = 0) -> None:
         """Say that an operation is done, or why it is not."""
-        if order.id:
+        if not order.id:
+            return
+        try:
             self._channel.send(OperationAck(order.id, status, problem, count))
+        except LauncherSlow:
+            _log.error("the launcher does not read that operation %d is done", order.id)
 
 
 def apply(order: Control) -> None:

@@ -20,6 +20,10 @@ class LauncherGone(Exception):
     """The launcher has exited, so this process has to."""
 
 
+class LauncherSlow(LauncherGone):
+    """It does not read what it is sent; it may only be stopped."""
+
+
 class LauncherChannel:
     """The child's end; the first word on it is this process's `Hello`.
 
@@ -45,10 +49,12 @@ class LauncherChannel:
         Raises
         ------
         LauncherGone
-            Nobody is there to read it.
+            Nobody is there to read it, or nobody does.
         """
         try:
             self._socket.send(msgspec.msgpack.encode(message))
+        except BlockingIOError as error:
+            raise LauncherSlow from error
         except OSError as error:
             raise LauncherGone from error
 
