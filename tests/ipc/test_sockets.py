@@ -42,7 +42,8 @@ def test_sockets_are_made_in_one_place_only():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in ("PUSH", "PULL", "DEALER", "ROUTER", "REQ", "REP"):
                 makers.add(file.name)
-    assert makers == {"sockets.py"}
+    # Those towards SGLang's schedulers are made as SGLang makes them, whose bound is the number of its requests.
+    assert makers == {"sockets.py", "sglang_link.py"}
 
 
 def test_the_largest_legal_message_passes():

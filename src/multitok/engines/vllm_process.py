@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import logging
 import os
 import signal
@@ -20,10 +19,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _SUFFIX = ".reason"
 _LONGEST_REASON = 1000
-# The first function of each kind of process, as ``module:Class.function``.
-_CORE = "vllm.v1.engine.core:EngineCoreProc.run_engine_core"
-_COORDINATOR = "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator"
-_WORKER = "vllm.v1.executor.multiproc_executor:WorkerProc.worker_main"
+# Each kind of process by its first function.
+_CORE, _COORDINATOR, _WORKER = "core", "coordinator", "worker"
 # Those functions as vLLM has them; filled in the process that calls `adopt_processes`.
 _originals: dict[str, Callable[..., None]] = {}
 
@@ -118,6 +115,15 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _find(entry: str) -> tuple[Any, str]:
-    module, _, path = entry.partition(":")
-    owner, _, name = path.partition(".")
-    return getattr(importlib.import_module(module), owner), name
+    """Return the class and the name of a first function; each process imports no more than it needs."""
+    if entry == _CORE:
+        from vllm.v1.engine.core import EngineCoreProc
+
+        return EngineCoreProc, "run_engine_core"
+    if entry == _COORDINATOR:
+        from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+        return DPCoordinatorProc, "run_coordinator"
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    return WorkerProc, "worker_main"

@@ -237,11 +237,11 @@ class LoadSlot:
     ) -> None:
         """Put down what is said once a second; see `Details`."""
         line, words = self._line, self._words
-        words[line + _LAG] = int(max(0.0, lag) * 1e6)
+        words[line + _LAG] = _scaled(lag, 1e6)
         words[line + _REQUESTS] = requests
         words[line + _TOKENS] = tokens
-        words[line + _OLDEST] = int(max(0.0, oldest) * 1000)
-        words[line + _KV_USED] = int(max(0.0, kv_used) * 1e6)
+        words[line + _OLDEST] = _scaled(oldest, 1e3)
+        words[line + _KV_USED] = _scaled(kv_used, 1e6)
 
     def beat(self, allowance: float) -> None:
         """Say that this process goes round, and counts as dead when it is silent for longer than this.
@@ -260,3 +260,8 @@ class LoadSlot:
     def lowest_connections(self) -> int:
         """Return the fewest connections that an HTTP worker which is up has open."""
         return self._board.lowest_connections()
+
+
+def _scaled(value: float, factor: float) -> int:
+    # In this order a NaN is 0; the rest has room in a word.
+    return int(min(max(0.0, value), 1e9) * factor)
