@@ -298,17 +298,17 @@ class TestDeaths:
             make(model_folder, *COMMAND_LINE, runtime_dir=str(tmp_path))
         assert not list(tmp_path.iterdir())
 
-    def test_no_process_outlives_the_one_that_started_it(self, model_folder, stub_environment):
+    def test_no_process_outlives_the_one_that_started_it(self, model_folder, stub_environment, tmp_path):
         code = (
             "import sys, test_sglang_adapter as t\n"
             "if __name__ == '__main__':\n"
-            "    engine = t.make(sys.argv[1], *t.COMMAND_LINE)\n"
+            "    engine = t.make(sys.argv[1], *t.COMMAND_LINE, runtime_dir=sys.argv[2])\n"
             "    print(*t.processes_of(engine), flush=True)\n"
             "    sys.stdin.read()\n"
         )
         paths = [str(Path(__file__).parent), *sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        command = [sys.executable, "-c", code, str(model_folder)]
+        command = [sys.executable, "-c", code, str(model_folder), str(tmp_path)]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         pidfds = [os.pidfd_open(int(pid)) for pid in child.stdout.readline().split()]
         assert pidfds
