@@ -51,9 +51,9 @@ def test_options_after_the_dashes_are_refused_by_an_engine_that_has_none():
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="there are: openvino, simulated"):
+    with pytest.raises(ValueError, match="there are: openvino, remote, simulated"):
         make("nothing", files=files())
-    assert ENGINE_NAMES == ("openvino", "simulated")
+    assert ENGINE_NAMES == ("openvino", "remote", "simulated")
 
 
 def test_the_simulated_engine_plays_the_model():
