@@ -277,9 +277,9 @@ def test_an_answer_that_ends_too_early_fails_its_request(start):
     assert "none can go on" in result.finish.message
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 1000])
 def test_events_are_the_same_however_they_are_cut(size):
-    body = b': hello\n\ndata: {"a": 1}\r\n\r\ndata:{"b":\t2}\n\nevent: x\ndata: [DONE]\n\n'
+    body = b'data:1\ndata:2\n\n: hello\n\ndata: {"a": 1}\r\n\r\ndata:{"b":\t2}\n\nevent: x\ndata: [DONE]\n\n'
     reader = EventReader()
     events = [event.strip() for i in range(0, len(body), size) for event in reader.feed(body[i : i + size])]
-    assert events == [b'{"a": 1}', b'{"b":\t2}', b"[DONE]"]
+    assert events == [b"1", b"2", b'{"a": 1}', b'{"b":\t2}', b"[DONE]"]

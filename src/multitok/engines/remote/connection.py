@@ -6,6 +6,7 @@ A raw asyncio protocol with httptools' parser; no task, future or queue per piec
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from typing import Protocol, cast
@@ -19,6 +20,13 @@ _MOST_HEAD_BYTES = 64 * 1024
 # Connections are closed when they have not been used for so long; servers do it sooner or later.
 _IDLE_S = 30.0
 _MOST_IDLE = 1024
+# A stream may be silent for long; after so many seconds of silence the other side is asked three times, at intervals.
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 
 
 class Receiver(Protocol):
@@ -90,9 +98,12 @@ class Connection(asyncio.Protocol):
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note the transport."""
+        """Note the transport, and have the kernel find out about a way that was lost in silence."""
         # uvloop's transports are no subclasses.
         self._transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        for level, option, value in _KEEP_ALIVE:
+            sock.setsockopt(level, option, value)
 
     def data_received(self, data: bytes) -> None:
         """Take in what the server sent."""

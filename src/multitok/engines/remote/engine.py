@@ -139,8 +139,7 @@ class RemoteEngine:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            # What was cancelled gets its turn.
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(_end_tasks(self._loop))
             self._loop.close()
         finally:
             self._dead = True
@@ -153,12 +152,17 @@ class RemoteEngine:
         return info
 
     def _stop(self) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
         self._dispatcher.close()
         for peer in self._fleet.peers:
             peer.pool.close()
         self._loop.call_later(_LAST_WORDS_S, self._loop.stop)
+
+
+async def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    others = asyncio.all_tasks(loop) - {asyncio.current_task(loop)}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -32,9 +32,13 @@ class EventReader:
         EventTooLong
             A line has no end.
         """
-        if b"\n" not in piece:
+        first = piece.find(b"\n")
+        if first < 0:
             self._keep(piece)
             return []
+        # One event and nothing else, as in most cases.
+        if first == len(piece) - 2 and not self._parts and piece.startswith(b"data:") and piece.endswith(b"\n"):
+            return [piece[5:first]]
         if self._parts:
             piece = b"".join([*self._parts, piece])
             self._parts.clear()

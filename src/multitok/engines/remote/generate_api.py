@@ -181,6 +181,8 @@ class MultitokApi(GenerateApi):
     def _add(self, body: dict[str, Any], work: Work) -> None:
         # SGLang's way of saying that prompts need no log probabilities is a default here.
         body.pop("logprob_start_len", None)
+        # With an id of ours a hash would pick the rank there, in place of its policy.
+        del body["rid"]
         if work.resumed:
             body["resumed_tokens"] = work.resumed
 

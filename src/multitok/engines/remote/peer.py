@@ -117,10 +117,11 @@ class Peer:
                 pass
             self._look_now.clear()
             self.pool.close_old()
-            if self.up:
-                await self._check()
-            else:
-                await self._look_again()
+            try:
+                await (self._check() if self.up else self._look_again())
+            except Exception:
+                # It must go on, whatever an engine answers.
+                _log.exception("%s: a health check failed", self.url)
 
     async def _check(self) -> None:
         assert self.api is not None
