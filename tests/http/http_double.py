@@ -121,7 +121,10 @@ class DoubleTemplate:
 
 
 class DoubleManager:
-    served_model_name = "double-model"
+    """A manager, and its only model."""
+
+    index = 0
+    name = "double-model"
     created = 1700000000
     context_length = 4096
 
@@ -133,6 +136,10 @@ class DoubleManager:
         self.ready = True
         self.submissions: queue.SimpleQueue[DoubleSubmission] = queue.SimpleQueue()
         self.aborts: list[tuple[str | None, bool]] = []
+
+    @property
+    def models(self) -> list[DoubleManager]:
+        return [self]
 
     def submit(self, request: GenerateInput, sink: GenerateSink) -> DoubleSubmission:
         if self.refusal is not None:
@@ -177,7 +184,7 @@ class DoubleManager:
     def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
         self.aborts.append((request_id, abort_all))
 
-    def is_ready(self) -> bool:
+    def is_up(self) -> bool:
         return self.ready
 
     def server_info(self) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -46,8 +46,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         Where the parts meet.
     channel : LauncherChannel
         To the launcher.
-    decoder : TextDecoder
-        The model's.
+    decoders : sequence of TextDecoder
+        One per model.
     beat : callable
         Called at least every second while the loop goes round.
     """
@@ -58,12 +58,12 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         port_args: PortArgs,
         *,
         channel: LauncherChannel,
-        decoder: TextDecoder,
+        decoders: Sequence[TextDecoder],
         beat: Callable[[], None],
     ) -> None:
         self.server_args = server_args
         self.socket_mapping = SocketMapping(port_args)
-        self.step = DetokenizerStep(decoder, port_args.life)
+        self.step = DetokenizerStep([decoders[model] for model in port_args.model_of_rank], port_args.life)
         self._channel = channel
         self._beat = beat
         address = port_args.detokenizer_ipc_names[port_args.index]
@@ -111,6 +111,7 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
             message = self._frames.decode(frame)
             if isinstance(message, BatchTokenIDOutput | BatchEmbeddingOutput):
                 check_columns(message)
+                self.step.check_rank(message.rank)
         except (msgspec.DecodeError, ValueError) as error:
             _log.error("a step's output can't be decoded: %s", error)
             return self._failed(frame)

@@ -30,20 +30,17 @@ class ChatTemplate(Protocol):
         ...
 
 
-class Manager(Protocol):
-    """The part of `TokenizerManager` that HTTP uses.
-
-    Sinks are called from the event loop's thread, and never from inside `submit` itself.
-    """
+class Model(Protocol):
+    """One of the models that are served."""
 
     @property
-    def served_model_name(self) -> str:
-        """Name in answers and in /v1/models."""
+    def index(self) -> int:
+        """Its place among them."""
         ...
 
     @property
-    def created(self) -> int:
-        """Unix time for /v1/models."""
+    def name(self) -> str:
+        """Name in answers and in /v1/models."""
         ...
 
     @property
@@ -61,12 +58,8 @@ class Manager(Protocol):
         """The model's chat template, if it has one."""
         ...
 
-    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
-        """Start a generation; may raise `RequestError`."""
-        ...
-
-    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
-        """Start an embedding; may raise `RequestError`."""
+    def is_up(self) -> bool:
+        """Whether it can be used."""
         ...
 
     def check_text(self, text: str) -> None:
@@ -85,12 +78,33 @@ class Manager(Protocol):
         """Text and bytes of one id."""
         ...
 
-    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
-        """End a request by the user's id, or all."""
+
+class Manager(Protocol):
+    """The part of `TokenizerManager` that HTTP uses.
+
+    Sinks are called from the event loop's thread, and never from inside `submit` itself.
+    """
+
+    @property
+    def models(self) -> Sequence[Model]:
+        """All that is served."""
         ...
 
-    def is_ready(self) -> bool:
-        """Whether all parts are up."""
+    @property
+    def created(self) -> int:
+        """Unix time for /v1/models."""
+        ...
+
+    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
+        """Start a generation; may raise `RequestError`."""
+        ...
+
+    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
+        """Start an embedding; may raise `RequestError`."""
+        ...
+
+    def abort_by_id(self, request_id: str | None, abort_all: bool = False) -> None:
+        """End a request by the user's id, or all."""
         ...
 
     def server_info(self) -> dict[str, object]:

@@ -65,11 +65,13 @@ class SenderWrapper:
         The owner's address.
     start_token : bytes
         Mark of this start.
-    ranks : int
-        How many schedulers there are. A user's id has its rank, whoever owns it: that rank sees when it is taken.
+    ranks : sequence of sequence of int
+        The ranks of each model. A user's id has its rank, whoever owns it: that rank sees when it is taken.
     """
 
-    def __init__(self, socket: FrameSender, address: str, start_token: bytes, ranks: int = 1) -> None:
+    def __init__(
+        self, socket: FrameSender, address: str, start_token: bytes, ranks: Sequence[Sequence[int]] = ((0,),)
+    ) -> None:
         self._ranks = ranks
         self._socket = socket
         self._address = address
@@ -95,7 +97,8 @@ class SenderWrapper:
         frames: list[bytearray] = []
         for child in children:
             header = header_of(child)
-            if given_id and self._ranks > 1 and (rid := getattr(child, "rid", None)) is not None:
-                header.rank = zlib.crc32(rid.encode()) % self._ranks
+            if given_id and (rid := getattr(child, "rid", None)) is not None:
+                ranks = self._ranks[header.model]
+                header.rank = ranks[zlib.crc32(rid.encode()) % len(ranks)]
             frames += (encode_frame(self._start_token, header), encode_frame(self._start_token, child))
         self._socket.send_frames(frames)

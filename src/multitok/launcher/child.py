@@ -26,7 +26,7 @@ from multitok.messages.to_child import Fork
 from multitok.messages.to_launcher import Failed
 from multitok.observability.logging import configure_logger
 from multitok.tokenizer.errors import ModelError
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 _OTHERS_EXIT_S = 2.0
@@ -36,7 +36,7 @@ USAGE_STATUS = 2
 def main(arguments: list[str]) -> int:
     """Run a child; returns its exit status."""
     role, index, life, launcher_pid, channel_fd, listen_fds, *blocks = arguments
-    server_args_block, port_args_block, files_block, board_block = blocks[:4]
+    server_args_block, port_args_block, models_block, board_block = blocks[:4]
     server_args = read_from_shared_memory(server_args_block, ServerArgs)
     port_args = msgspec.structs.replace(
         read_from_shared_memory(port_args_block, PortArgs),
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     runtime_dir = RuntimeDir(port_args.runtime_dir)
 
     def run() -> None:
-        files = read_from_shared_memory(files_block, ModelFiles)
+        models = read_from_shared_memory(models_block, list[ModelSettings])
         board = LoadBoard(
             board_block,
             len(port_args.scheduler_ipc_names),
@@ -61,7 +61,8 @@ def main(arguments: list[str]) -> int:
             case "scheduler":
                 from multitok.scheduler.process import run_scheduler_process
 
-                run_scheduler_process(server_args, port_args, files, board.slot(role, port_args.index))
+                model = models[port_args.model_of_rank[port_args.index]]
+                run_scheduler_process(model.args, port_args, model.files, board.slot(role, port_args.index))
             case "detokenizer":
                 from multitok.detokenizer.process import run_detokenizer_process
 
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
                 run_router_process(port_args, _beat_of(role, server_args, port_args, board))
             case "fork_server":
-                _run_fork_server(server_args, port_args, files, board, runtime_dir, int(launcher_pid))
+                _run_fork_server(server_args, port_args, models, board, runtime_dir, int(launcher_pid))
             case _:
                 raise ValueError(f"there is no role {role!r}")
 
@@ -112,7 +113,7 @@ def guarded(run: Callable[[], None], port_args: PortArgs, runtime_dir: RuntimeDi
 def _run_fork_server(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    models: list[ModelSettings],
     board: LoadBoard,
     runtime_dir: RuntimeDir,
     launcher_pid: int,
@@ -122,7 +123,7 @@ def _run_fork_server(
     from multitok.launcher.text_tools import TextTools
 
     channel = LauncherChannel(port_args.channel_fd)
-    tools = TextTools.load(server_args, port_args, files)
+    tools = [TextTools.load(server_args, model.files) for model in models]
 
     def worker_main(order: Fork, fds: list[int]) -> int:
         channel_fd, http_fd = fds
@@ -136,7 +137,7 @@ def _run_fork_server(
         )
         begin("tokenizer_worker", server_args, worker_args, launcher_pid)
         return guarded(
-            lambda: run_http_process(server_args, worker_args, files, board, tools), worker_args, runtime_dir
+            lambda: run_http_process(server_args, worker_args, models, board, tools), worker_args, runtime_dir
         )
 
     run_fork_server(channel, worker_main, _beat_of("fork_server", server_args, port_args, board))

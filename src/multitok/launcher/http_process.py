@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -26,7 +27,8 @@ from multitok.messages.to_child import Drain, PartDied, PartStarted, Start, Stop
 from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
 from multitok.tokenizer.manager import TokenizerManager
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
+from multitok.tokenizer.served_model import ServedModel
 from multitok.tokenizer.worker import TokenizerWorker
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,11 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 def run_http_process(
-    server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard, tools: TextTools
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    settings: Sequence[ModelSettings],
+    board: LoadBoard,
+    tools: Sequence[TextTools],
 ) -> None:
     """Serve HTTP until the launcher says stop, or until a drain is done.
 
@@ -44,12 +50,12 @@ def run_http_process(
         The user's options.
     port_args : PortArgs
         Where the parts meet, and which worker this is.
-    files : ModelFiles
-        The model.
+    settings : sequence of ModelSettings
+        What is served.
     board : LoadBoard
         Of this start.
-    tools : TextTools
-        Loaded.
+    tools : sequence of TextTools
+        Of each model, loaded.
 
     Raises
     ------
@@ -59,7 +65,7 @@ def run_http_process(
     channel = LauncherChannel(port_args.channel_fd)
     # What large bodies and prompts keep busy in threads hands the interpreter over to the loop at once.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    uvloop.run(_serve(server_args, port_args, files, board, channel, tools))
+    uvloop.run(_serve(server_args, port_args, settings, board, channel, tools))
 
 
 class _Orders:
@@ -129,10 +135,10 @@ class _Parts:
 async def _serve(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    settings: Sequence[ModelSettings],
     board: LoadBoard,
     channel: LauncherChannel,
-    tools: TextTools,
+    tools: Sequence[TextTools],
 ) -> None:
     orders = _Orders(channel)
     while not isinstance(order := await orders.next(), Start):
@@ -142,7 +148,11 @@ async def _serve(
     dispatcher = None
     if port_args.router_ipc_name is None:
         dispatcher = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
-    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher)
+    models = [
+        _served_model(index, settings[index], port_args.models[index].ranks, board, tools[index], engine_infos)
+        for index in range(len(settings))
+    ]
+    manager = _make_manager(server_args, port_args, models, board, tools, dispatcher)
     parts = _Parts(manager, dispatcher)
     server = HttpServer(
         server_args,
@@ -150,7 +160,8 @@ async def _serve(
         socket.socket(fileno=port_args.listen_fds["http"]),
         board.slot("tokenizer_worker", port_args.slot),
     )
-    tools.backend.warm_up()
+    for its_tools in tools:
+        its_tools.backend.warm_up()
     manager.start()
     await server.start()
     gc.collect()
@@ -185,13 +196,40 @@ async def _hurry_on_stop(orders: _Orders, server: HttpServer, parts: _Parts) -> 
             parts.follow(order)
 
 
+def _served_model(
+    index: int,
+    settings: ModelSettings,
+    ranks: Sequence[int],
+    board: LoadBoard,
+    tools: TextTools,
+    engine_infos: Sequence[EngineInfo],
+) -> ServedModel:
+    args = settings.args
+    running = min(engine_infos[rank].max_running_requests for rank in ranks)
+    most = min(running, args.max_running_requests or running) + args.max_queued_requests
+
+    def is_up() -> bool:
+        return board.is_serving() and any(board.figures("scheduler", rank)["life"] for rank in ranks)
+
+    def is_full() -> bool:
+        up = False
+        for rank in ranks:
+            figures = board.figures("scheduler", rank)
+            if figures["life"]:
+                if figures["load"] + figures["waiting"] < most:
+                    return False
+                up = True
+        return up
+
+    return ServedModel(index, settings, ranks, engine_infos[ranks[0]], text_tools=tools, is_up=is_up, is_full=is_full)
+
+
 def _make_manager(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    models: Sequence[ServedModel],
     board: LoadBoard,
-    tools: TextTools,
-    engine_infos: list[EngineInfo],
+    tools: Sequence[TextTools],
     dispatcher: RankDispatcher | None,
 ) -> TokenizerManager:
     manager_class: type[TokenizerManager] = TokenizerManager
@@ -202,39 +240,17 @@ def _make_manager(
         assert port_args.router_ipc_name is not None
         manager_class = TokenizerWorker
         sender = RouterSocket(port_args.endpoint(port_args.router_ipc_name))
-    ranks = range(len(port_args.scheduler_ipc_names))
-    running = min(info.max_running_requests for info in engine_infos)
-    most = min(running, server_args.max_running_requests or running) + server_args.max_queued_requests
-
-    def queues_are_full() -> bool:
-        up = False
-        for rank in ranks:
-            figures = board.figures("scheduler", rank)
-            if figures["life"]:
-                if figures["load"] + figures["waiting"] < most:
-                    return False
-                up = True
-        return up
+    step = None
+    if not port_args.detokenizer_ipc_names:
+        step = DetokenizerStep([tools[model].decoder for model in port_args.model_of_rank])
 
     def describe() -> dict[str, object]:
         return {
             "version": __version__,
-            "ready": board.is_ready(),
             "processes": _figures(server_args, port_args, board),
         }
 
-    return manager_class(
-        server_args,
-        port_args,
-        files,
-        engine_infos[0],
-        text_tools=tools,
-        sender=sender,
-        detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(tools.decoder),
-        is_ready=board.is_ready,
-        queues_are_full=queues_are_full,
-        describe=describe,
-    )
+    return manager_class(server_args, port_args, models, sender=sender, detokenize_step=step, describe=describe)
 
 
 def _figures(server_args: ServerArgs, port_args: PortArgs, board: LoadBoard) -> dict[str, dict[str, int]]:

@@ -23,12 +23,12 @@ class RoutingPolicy(Protocol):
     """Chooses the rank of a request."""
 
     def choose(self, header: Header, up: Sequence[int]) -> int:
-        """Return one of the ranks that are up, which are in order and at least one."""
+        """Return one of the ranks that are up and serve the request's model, which are in order and at least one."""
         ...
 
 
 class RoundRobinPolicy:
-    """Ranks in turn.
+    """Ranks in turn, of each model.
 
     Parameters
     ----------
@@ -38,15 +38,16 @@ class RoundRobinPolicy:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._last = -1
+        self._last: dict[int, int] = {}
 
     def choose(self, header: Header, up: Sequence[int]) -> int:
         """Return the rank that the owner wants, or the next in turn."""
         if header.rank is not None and 0 <= header.rank < self._ranks:
             # Whoever wants the same rank gets the same one, also while it is down.
             return header.rank if header.rank in up else up[header.rank % len(up)]
-        self._last = next((rank for rank in up if rank > self._last), up[0])
-        return self._last
+        last = self._last.get(header.model, -1)
+        chosen = self._last[header.model] = next((rank for rank in up if rank > last), up[0])
+        return chosen
 
 
 class RankDispatcher:
@@ -72,7 +73,8 @@ class RankDispatcher:
         self._policy = policy
         self._endpoints = [port_args.endpoint(address) for address in port_args.scheduler_ipc_names]
         self._send_to_scheduler = {rank: connect_push(endpoint) for rank, endpoint in enumerate(self._endpoints)}
-        self._up = list(self._send_to_scheduler)
+        self._model_of_rank = port_args.model_of_rank
+        self._note_who_is_up()
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self.dropped = 0
 
@@ -86,13 +88,19 @@ class RankDispatcher:
         socket = self._send_to_scheduler.pop(rank, None)
         if socket is not None:
             socket.close()
-            self._up = sorted(self._send_to_scheduler)
+            self._note_who_is_up()
 
     def rank_started(self, rank: int) -> None:
         """Send to a rank again, whose new life is ready."""
         if rank not in self._send_to_scheduler and 0 <= rank < len(self._endpoints):
             self._send_to_scheduler[rank] = connect_push(self._endpoints[rank])
-            self._up = sorted(self._send_to_scheduler)
+            self._note_who_is_up()
+
+    def _note_who_is_up(self) -> None:
+        self._up = sorted(self._send_to_scheduler)
+        self._up_by_model: dict[int, list[int]] = {}
+        for rank in self._up:
+            self._up_by_model.setdefault(self._model_of_rank[rank], []).append(rank)
 
     def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
         """Send header and payload of each child on; what isn't such a pair of this start is dropped, with a log line.
@@ -115,8 +123,8 @@ class RankDispatcher:
             if header.kind not in REQUEST_KINDS:
                 for rank in self._up:
                     per_rank.setdefault(rank, []).extend(frames[i : i + 2])
-            elif self._up:
-                rank = self._policy.choose(header, self._up)
+            elif (up := self._up_by_model.get(header.model)) is not None:
+                rank = self._policy.choose(header, up)
                 per_rank.setdefault(rank, []).extend(frames[i : i + 2])
                 requests.setdefault(rank, []).append(header)
             else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from multitok.http.manager import Manager
-from multitok.http.openai.common import check_model
+from multitok.http.manager import Manager, Model
+from multitok.http.openai.common import find_model
 from multitok.http.respond import json_response
 
 
@@ -16,26 +16,25 @@ class ModelRoutes:
     Parameters
     ----------
     manager : Manager
-        Knows the model.
+        Has the models.
     """
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, model: Model) -> dict[str, object]:
         return {
-            "id": self._manager.served_model_name,
+            "id": model.name,
             "object": "model",
             "created": self._manager.created,
             "owned_by": "multitok",
-            "max_model_len": self._manager.context_length,
+            "max_model_len": model.context_length,
         }
 
     async def list_models(self, request: Request) -> Response:
         """Serve ``GET /v1/models``."""
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card(model) for model in self._manager.models]})
 
     async def get_model(self, request: Request) -> Response:
         """Serve ``GET /v1/models/{model}``."""
-        check_model(request.path_params["model"], self._manager)
-        return json_response(self._card())
+        return json_response(self._card(find_model(request.path_params["model"], self._manager)))
