@@ -61,7 +61,14 @@ def _options() -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module", params=[(w, d) for w in (1, 2) for d in (0, 2)], ids=lambda p: f"{p[0]}w-{p[1]}d")
+# In the two that always run, each part that has to do with models comes up.
+_COMBINATIONS = {(1, 0): (), (2, 2): (), (1, 2): pytest.mark.slow, (2, 0): pytest.mark.slow}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(c, marks=marks, id=f"{c[0]}w-{c[1]}d") for c, marks in _COMBINATIONS.items()],
+)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     http_workers, detokenizers = request.param
     with Server(*_options(), *workers(http_workers), "--detokenizer-worker-num", str(detokenizers)) as server:
