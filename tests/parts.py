@@ -15,7 +15,7 @@ import msgspec
 import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import ModelPorts, PortArgs, ServerArgs
 from multitok.detokenizer.table_states import BYTE_ALPHABET
 from multitok.ipc.sockets import bind_pull, connect_push
 from multitok.launcher.child_process import ChildProcess
@@ -26,6 +26,7 @@ from multitok.launcher.shared_memory import SharedBlock, block_name, write_to_sh
 from multitok.messages.codec import FrameDecoder, encode_frame
 from multitok.messages.to_launcher import Failed, Hello, Ready, ToLauncher
 from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
 
 DEADLINE_S = 30.0
 EOS = 256
@@ -116,6 +117,7 @@ class Site:
         workers: int = 1,
         detokenizers: int = 1,
         ranks: int = 1,
+        models: list[list[int]] | None = None,
         task: str = "generate",
         **args: Any,
     ) -> None:
@@ -129,12 +131,22 @@ class Site:
             data_parallel_size=ranks,
             **args,
         )
+        ranks_of_models = models or [list(range(ranks))]
+        names = [self.files.name, *(f"{self.files.name}-{i}" for i in range(1, len(ranks_of_models)))]
+        self.settings = [ModelSettings(name=name, args=self.server_args, files=self.files) for name in names]
         multi = self.server_args.multi
         self.port_args = PortArgs(
             runtime_dir=self.runtime_dir.path,
             start_token=self.token,
-            tokenizer_file=self.files.tokenizer_file,
-            vocab_size=self.files.vocab_size,
+            models=[
+                ModelPorts(
+                    name=name,
+                    tokenizer_file=self.files.tokenizer_file,
+                    vocab_size=self.files.vocab_size,
+                    ranks=its_ranks,
+                )
+                for name, its_ranks in zip(names, ranks_of_models, strict=True)
+            ],
             router_ipc_name="router" if multi else None,
             control_ipc_name="control" if multi else None,
             scheduler_ipc_names=[f"s{i}" for i in range(ranks)],
@@ -257,7 +269,7 @@ class Site:
             self._blocks = [
                 write_to_shared_memory(self.server_args, block_name(nonce, "server_args")),
                 write_to_shared_memory(self.port_args, block_name(nonce, "port_args")),
-                write_to_shared_memory(self.files, block_name(nonce, "model_files")),
+                write_to_shared_memory(self.settings, block_name(nonce, "models")),
                 LoadBoard.create(block_name(nonce, "board"), *self._sizes()),
             ]
 

@@ -25,10 +25,19 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The options of ``multitok serve``."""
 
     model: Annotated[
-        str | None,
-        Meta(description="GGUF file, OpenVINO folder, Hugging Face folder or hub id; default: SmolLM2-135M-Instruct"),
+        list[str],
+        Meta(
+            description="GGUF file, OpenVINO folder, Hugging Face folder or hub id (default: SmolLM2-135M-Instruct); "
+            "repeatable, then with the names that clients use: chat=PATH"
+        ),
+    ] = []
+    model_arg: Annotated[
+        list[str],
+        Meta(description="option of one of the models, chat:context-length=4096; repeatable (docs/deployment.md)"),
+    ] = []
+    served_model_name: Annotated[
+        str | None, Meta(description="name in /v1/models and in answers, of a single model")
     ] = None
-    served_model_name: Annotated[str | None, Meta(description="name in /v1/models and in answers")] = None
     tokenizer: Annotated[
         str | None, Meta(description="folder with tokenizer.json, in place of the model's own tokenizer")
     ] = None
@@ -40,7 +49,8 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "openvino"
     engine_arg: Annotated[
-        list[str], Meta(description="KEY=VALUE option of the engine itself; repeatable (docs/engines.md)")
+        list[str],
+        Meta(description="KEY=VALUE option of the engine itself, or of one model's: chat:KEY=VALUE; repeatable"),
     ] = []
     # On the command line, what stands after ``--``.
     engine_command_line: list[str] = []
@@ -141,11 +151,6 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = None
 
     @property
-    def hashes_prefixes(self) -> bool:
-        """Whether requests say by which prefixes they are known."""
-        return self.data_parallel_size > 1 and self.routing_policy == "prefix-affinity"
-
-    @property
     def multi(self) -> bool:
         """Whether there are several HTTP workers, and so a router."""
         return self.tokenizer_worker_num > 1
@@ -160,6 +165,47 @@ class ServerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
 
+# What each model may have of its own (--model-arg); the options themselves hold for all others.
+MODEL_OPTIONS = (
+    "tokenizer",
+    "engine",
+    "engine_command_line",
+    "data_parallel_size",
+    "context_length",
+    "max_running_requests",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "request_timeout",
+    "queue_timeout",
+    "max_requests_per_key",
+    "max_tokens_per_key",
+    "max_prompt_tokens",
+    "resume_generation",
+    "step_timeout",
+)
+
+
+class ModelPorts(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as far as every part has to know it.
+
+    Attributes
+    ----------
+    name : str
+        Name that it is served under.
+    tokenizer_file : str
+        Its tokenizer.json.
+    vocab_size : int
+        Ids are below it; may exceed the tokenizer's, where the model's table is padded.
+    ranks : list of int
+        The ranks that serve it.
+    """
+
+    name: str
+    tokenizer_file: str
+    vocab_size: int
+    ranks: list[int]
+
+
 class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Where the parts of one start meet, and which part this process is.
 
@@ -169,16 +215,14 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
         Private directory (0700) of the unix sockets; address ``x`` is the socket ``runtime_dir/x``.
     start_token : bytes
         8 random bytes in front of every frame of this start.
-    tokenizer_file : str
-        The tokenizer.json that this start uses.
-    vocab_size : int
-        Ids are below it; may exceed the tokenizer's, where the model's table is padded.
+    models : list of ModelPorts
+        What is served; messages name a model by its place in this list.
     router_ipc_name : str or None
         Address that HTTP workers send requests to; None in single mode, where they go to the schedulers directly.
     control_ipc_name : str or None
         Address for control replies: the router's; None in single mode, where they go straight to their owner.
     scheduler_ipc_names : list of str
-        Input address of each rank's scheduler.
+        Input address of each rank's scheduler; ranks are numbered over all models.
     detokenizer_ipc_names : list of str
         Input address of each detokenizer; empty when owners decode for themselves.
     index, life : int
@@ -193,8 +237,7 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     runtime_dir: str
     start_token: bytes
-    tokenizer_file: str
-    vocab_size: int
+    models: list[ModelPorts]
     router_ipc_name: str | None
     control_ipc_name: str | None
     scheduler_ipc_names: list[str]
@@ -208,3 +251,9 @@ class PortArgs(msgspec.Struct, frozen=True, kw_only=True):
     def endpoint(self, address: str) -> str:
         """ZeroMQ endpoint of a short address."""
         return f"ipc://{self.runtime_dir}/{address}"
+
+    @property
+    def model_of_rank(self) -> list[int]:
+        """Which of the models each rank serves."""
+        models = {rank: index for index, model in enumerate(self.models) for rank in model.ranks}
+        return [models[rank] for rank in range(len(self.scheduler_ipc_names))]

@@ -86,6 +86,15 @@ def test_a_batch_that_cannot_be_decoded_fails_its_requests_and_nobody_elses(site
     assert owner.next().output_strs == ["b"]
 
 
+def test_a_batch_of_a_rank_that_there_is_not_fails_its_requests(site, detokenizer):
+    owner = site.inbox("w1.1", ToTokenizer)
+    for rank in (1, -1):
+        site.send("d0", ids("a", ["w1.1"], rank=rank))
+        assert owner.next().finished_reasons[0].message == "the answer could not be decoded"
+    site.send("d0", ids("a", ["w1.1"]))
+    assert owner.next().output_strs == ["a"]
+
+
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x91\x10", b"\x92\x10" + b"\x91" * 100_000])
 def test_what_nobody_can_be_told_of_is_dropped_and_the_loop_goes_on(site, detokenizer, frame):
     owner = site.inbox("w1.1", ToTokenizer)
@@ -237,7 +246,7 @@ def manager(make_site, channel):
             site.ports("d0"),
             channel=channel[1],
             controlled=Controlled(channel[1]),
-            decoder=decoder,
+            decoders=[decoder],
             beat=lambda lag: None,
         )
     )

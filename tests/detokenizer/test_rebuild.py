@@ -72,7 +72,7 @@ class Owner:
 
 
 def undisturbed(decoder, ids: list[int], params: DecodeParams) -> Owner:
-    owner, step = Owner(), DetokenizerStep(decoder)
+    owner, step = Owner(), DetokenizerStep([decoder])
     for ids_of_step in rows_of(ids, list(range(len(ids))), params):
         if owner.finish is None:
             owner.take(step(ids_of_step))
@@ -108,14 +108,14 @@ def test_text_before_and_after_a_rebuild_is_that_of_an_undisturbed_run(name, dat
     decoder = decoder_named(name)
     expected = undisturbed(decoder, ids, params)
 
-    owner, first = Owner(), DetokenizerStep(decoder)
+    owner, first = Owner(), DetokenizerStep([decoder])
     before = rows_of(ids, cuts, params)
     for ids_of_step in before[: data.draw(st.integers(0, len(before) - 1))]:
         owner.take(first(ids_of_step))
         if owner.finish is not None:
             break
     if owner.finish is None:
-        second = DetokenizerStep(decoder, life=2)
+        second = DetokenizerStep([decoder], life=2)
         had, upto = len(owner.ids), data.draw(st.integers(len(owner.ids), len(ids)))
         # Rows of the step in between, which nobody can decode yet.
         assert second(batch(row(1, ids[had:upto], had))) is None
@@ -132,7 +132,7 @@ STREAM, HELD = DecodeParams(), DecodeParams(stream=False)
 
 @pytest.fixture
 def step():
-    return DetokenizerStep(DECODER, life=2)
+    return DetokenizerStep([DECODER], life=2)
 
 
 def test_a_rebuilt_row_takes_the_place_of_a_state_and_of_a_tombstone(step):
@@ -182,7 +182,7 @@ def test_a_later_life_skips_rows_whose_requests_it_has_not_begun_but_no_last_wor
 
 
 def test_the_death_of_a_scheduler_takes_the_state_of_its_requests_away_and_no_other():
-    step = DetokenizerStep(DECODER)
+    step = DetokenizerStep([DECODER])
     stop = DecodeParams(stop=["END"])
     step(batch(row(1, "a", 0, STREAM), row(2, "END", 0, stop), row(3, "a", 0, HELD), rank=0, life=1))
     step(batch(row(4, "a", 0, STREAM), row(5, "END", 0, stop), rank=1, life=1))
@@ -205,7 +205,7 @@ def test_the_death_of_a_scheduler_takes_the_state_of_its_requests_away_and_no_ot
 
 def test_the_death_of_an_owner_takes_all_of_its_requests_away(caplog):
     w1, w2 = (1 << 18 | 1) << 36, (2 << 18 | 1) << 36
-    step = DetokenizerStep(DECODER)
+    step = DetokenizerStep([DECODER])
     stop = DecodeParams(stop=["END"])
     theirs = [row(w1 + 1, "a", 0, STREAM), row(w1 + 2, "END", 0, stop), row(w1 + 3, "a", 0, HELD)]
     step(batch(*theirs, row(w2 + 1, "x", 0, STREAM, owner="w2.1")))
@@ -220,7 +220,7 @@ def test_the_death_of_an_owner_takes_all_of_its_requests_away(caplog):
 
 
 def test_a_stop_string_that_ends_after_the_least_number_of_tokens_counts_wherever_it_begins():
-    step = DetokenizerStep(DECODER)
+    step = DetokenizerStep([DECODER])
     params = DecodeParams(stop=["END"], min_new_tokens=5)
     assert texts(step(batch(row(1, "EN", 0, params)))) == {1: ""}
     assert texts(step(batch(row(1, "DE", 2)))) == {1: "END"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.step import DetokenizerStep
@@ -19,7 +20,7 @@ DECODER = TextDecoder.from_tokenizer(byte_tokenizer())
 
 @pytest.fixture
 def step():
-    return DetokenizerStep(DECODER)
+    return DetokenizerStep([DECODER] * 8)
 
 
 def row(
@@ -367,3 +368,13 @@ def test_the_state_is_empty_when_many_requests_have_ended_in_every_way(step):
         else:
             step(batch(row(number, "ND", 3, finish=LENGTH)))
     assert len(step) == 0
+
+
+def test_ids_are_decoded_by_the_model_of_the_rank_that_made_them():
+    words = Tokenizer(models.WordLevel({"zero": 0, "one": 1, "two": 2}, unk_token="zero"))
+    words.decoder = decoders.WordPiece(prefix="##")
+    step = DetokenizerStep([DECODER, TextDecoder.from_tokenizer(words), DECODER])
+    for rank, text in ((0, "\x01\x02"), (1, "one two"), (2, "\x01\x02")):
+        first = step(batch(row(10 + rank, [1], 0, STREAM), rank=rank))
+        last = step(batch(row(10 + rank, [2], 1, finish=LENGTH), rank=rank))
+        assert texts(first)[10 + rank] + texts(last)[10 + rank] == text

@@ -212,7 +212,7 @@ def _step_of(draw: Any) -> BatchTokenIDOutput:
 @given(st.lists(_step_of(), min_size=1, max_size=8))
 def detokenizer_step(steps: list[BatchTokenIDOutput]) -> None:
     """Whatever ids, rows and lives come: the step goes on, and what it says has columns that agree."""
-    step = DetokenizerStep(_decoder)
+    step = DetokenizerStep([_decoder])
     for batch in steps:
         check_columns(batch)
         numbers = set(batch.numbers)

@@ -22,7 +22,7 @@ from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.http.server import HttpServer
 from multitok.messages.base import FinishReason
-from multitok.messages.control import ControlOperation, ControlState
+from multitok.messages.control import Adapter, ControlOperation, ControlState
 from multitok.messages.to_child import ControlReqOutput
 from multitok.tokenizer.requests import (
     EmbeddingInput,
@@ -128,7 +128,7 @@ class DoubleControl:
     """Keeps what it is asked for; `refusal` is its answer to all."""
 
     def __init__(self) -> None:
-        self.state = ControlState(epoch=7, adapters={"poet": "/adapters/poet"})
+        self.state = ControlState(epoch=7, adapters={"poet": Adapter("/adapters/poet")})
         self.asked: list[tuple[ControlOperation, float]] = []
         self.refusal: RequestError | None = None
 
@@ -140,7 +140,10 @@ class DoubleControl:
 
 
 class DoubleManager:
-    served_model_name = "double-model"
+    """A manager, and its only model."""
+
+    index = 0
+    name = "double-model"
     created = 1700000000
     context_length = 4096
 
@@ -152,6 +155,10 @@ class DoubleManager:
         self.ready = True
         self.submissions: queue.SimpleQueue[DoubleSubmission] = queue.SimpleQueue()
         self.control = DoubleControl()
+
+    @property
+    def models(self) -> list[DoubleManager]:
+        return [self]
 
     def submit(self, request: GenerateInput, sink: GenerateSink) -> DoubleSubmission:
         if self.refusal is not None:
@@ -193,7 +200,7 @@ class DoubleManager:
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return chr(token_id), chr(token_id).encode()
 
-    def is_ready(self) -> bool:
+    def is_up(self) -> bool:
         return self.ready
 
     def server_info(self) -> dict[str, object]:

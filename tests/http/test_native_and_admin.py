@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from http_double import INFO, Answer, Connection, DoubleManager, RunningServer, running
+from starlette.requests import Request
 
 from multitok.http.admin.health import HealthRoutes
 
@@ -129,7 +130,8 @@ def test_health_generate_of_a_failing_engine() -> None:
 
 def test_health_generate_of_a_hanging_engine() -> None:
     manager = DoubleManager()
+    request = Request({"type": "http", "query_string": b""})
     with running(manager) as server:
-        response = server.await_(HealthRoutes(manager, probe_timeout=0.01).health_generate(None))  # type: ignore[arg-type]
+        response = server.await_(HealthRoutes(manager, probe_timeout=0.01).health_generate(request))
         assert response.status_code == 503
         assert manager.next_submission().aborted.is_set()

@@ -11,7 +11,7 @@ from multitok.launcher.control_plane import ControlPlane
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.shared_memory import block_name
 from multitok.launcher.timers import Timers
-from multitok.messages.control import AbortMatching, Continue, ControlState, Pause, SetLogLevel
+from multitok.messages.control import AbortMatching, Adapter, Continue, ControlState, Pause, SetLogLevel
 from multitok.messages.operations import FlushCache, LoadAdapter, UpdateWeights
 from multitok.messages.to_child import Control, ControlReqOutput
 from multitok.messages.to_launcher import ControlReq, OperationAck
@@ -144,7 +144,7 @@ def test_what_one_rank_refuses_is_taken_back_everywhere(plane):
     (answer,) = plane.answers()
     assert (answer.status, answer.message) == (400, "scheduler:1: there is nothing")
     assert plane.plane.state == ControlState(epoch=2)
-    assert [order.state.adapters for order in plane.orders(plane.ranks[0])] == [{"a": "/a"}, {}]
+    assert [order.state.adapters for order in plane.orders(plane.ranks[0])] == [{"a": Adapter("/a")}, {}]
 
 
 def test_a_refusal_that_comes_late_is_taken_back_too(plane):

@@ -25,28 +25,28 @@ def boards():
 
 def test_every_word_is_one_parts_own(boards):
     launcher, child = boards
-    launcher.set_ready(True)
+    launcher.set_serving(True)
     for n, (role, index) in enumerate(PARTS, start=1):
         launcher.set_life(role, index, n, index=index if role == "tokenizer_worker" else 0, pid=300 + n)
         child.slot(role, index).publish_load(100 + n, 200 + n)
     for n, (role, index) in enumerate(PARTS, start=1):
         assert launcher.figures(role, index) == {"life": n, "load": 100 + n, "waiting": 200 + n}
         assert launcher.pid(role, index) == 300 + n
-    assert child.is_ready()
+    assert child.is_serving()
 
 
 def test_a_new_board_says_that_nothing_is_up(boards):
     launcher, child = boards
-    assert not child.is_ready()
+    assert not child.is_serving()
     assert child.lowest_connections() == 0
     assert all(launcher.figures(*part) == {"life": 0, "load": 0, "waiting": 0} for part in PARTS)
 
 
 def test_readiness_can_be_taken_back(boards):
     launcher, child = boards
-    launcher.set_ready(True)
-    launcher.set_ready(False)
-    assert not child.is_ready()
+    launcher.set_serving(True)
+    launcher.set_serving(False)
+    assert not child.is_serving()
 
 
 def test_the_lowest_connections_are_those_of_a_worker_that_is_up(boards):

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import ModelPorts, PortArgs, ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.launcher import shared_memory
 from multitok.launcher.shared_memory import (
@@ -28,12 +28,14 @@ from multitok.tokenizer.model_files import ModelFiles
 from parts import byte_model
 
 SHM = Path("/dev/shm")
-SERVER_ARGS = ServerArgs(model="m.gguf", engine_arg=["a=1", "b=ü"], tokenizer_worker_num=4, drain_timeout=0.5)
+SERVER_ARGS = ServerArgs(model=["m.gguf"], engine_arg=["a=1", "b=ü"], tokenizer_worker_num=4, drain_timeout=0.5)
 PORT_ARGS = PortArgs(
     runtime_dir="/tmp/x",
     start_token=bytes(range(8)),
-    tokenizer_file="/t.json",
-    vocab_size=3,
+    models=[
+        ModelPorts(name="m", tokenizer_file="/t.json", vocab_size=3, ranks=[0]),
+        ModelPorts(name="n", tokenizer_file="/u.json", vocab_size=4, ranks=[1]),
+    ],
     router_ipc_name=None,
     control_ipc_name="control",
     scheduler_ipc_names=["s0", "s1"],

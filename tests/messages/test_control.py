@@ -5,12 +5,14 @@ import pytest
 
 from multitok.messages.control import (
     AbortMatching,
+    Adapter,
     Continue,
     ControlOperation,
     ControlState,
     FreezeGc,
     Pause,
     SetLogLevel,
+    Weights,
     is_for_ranks_only,
     state_after,
     state_without,
@@ -25,16 +27,16 @@ from multitok.messages.operations import (
 )
 from multitok.messages.to_child import Control, ToChild
 
-BEFORE = ControlState(epoch=4, adapters={"a": "/a", "b": "/b"}, weights="/w", weight_version="3")
+BEFORE = ControlState(epoch=4, adapters={"a": Adapter("/a"), "b": Adapter("/b", 1)}, weights={0: Weights("/w", "3")})
 KEPT = {
     Pause("keep"): {"paused": "keep"},
     Continue(): {"paused": None},
     SetLogLevel("error"): {"log_level": "error"},
-    LoadAdapter("c", "/c"): {"adapters": {"a": "/a", "b": "/b", "c": "/c"}},
-    LoadAdapter("a", "/new"): {"adapters": {"a": "/new", "b": "/b"}},
-    UnloadAdapter("b"): {"adapters": {"a": "/a"}},
-    UpdateWeights("/v"): {"weights": "/v", "weight_version": "9"},
-    UpdateWeights("/v", "mine"): {"weights": "/v", "weight_version": "mine"},
+    LoadAdapter("c", "/c", 1): {"adapters": {**BEFORE.adapters, "c": Adapter("/c", 1)}},
+    LoadAdapter("a", "/new"): {"adapters": {"a": Adapter("/new"), "b": Adapter("/b", 1)}},
+    UnloadAdapter("b", 1): {"adapters": {"a": Adapter("/a")}},
+    UpdateWeights("/v"): {"weights": {0: Weights("/v", "9")}},
+    UpdateWeights("/v", "mine", 1): {"weights": {0: Weights("/w", "3"), 1: Weights("/v", "mine")}},
 }
 PASSING = [FreezeGc(), AbortMatching("x"), FlushCache(), StartProfile(), StopProfile()]
 

@@ -12,8 +12,8 @@ from multitok.router.policies import RoundRobinPolicy
 from multitok.router.rank_dispatcher import RankDispatcher, Undelivered
 
 
-def request(number: int, rank: int | None = None, kind: Kind = Kind.GENERATE) -> Header:
-    return Header(kind, number, "w1.1", rank=rank)
+def request(number: int, rank: int | None = None, kind: Kind = Kind.GENERATE, model: int = 0) -> Header:
+    return Header(kind, number, "w1.1", rank=rank, model=model)
 
 
 class Ranks:
@@ -207,3 +207,41 @@ def test_a_rank_that_there_is_not_neither_dies_nor_starts(ranks, rank):
     ranks.dispatcher.rank_started(rank)
     ranks.send(request(1), request(2))
     assert (ranks.received(0), ranks.received(1)) == ([1], [2])
+
+
+# Several models
+
+
+@pytest.fixture
+def two_models(make_site):
+    """Rank 0 serves the first model, ranks 1 and 2 the second."""
+    return Ranks(make_site(ranks=3, models=[[0], [1, 2]]), 3)
+
+
+def test_a_request_goes_to_a_rank_of_its_model_in_turn(two_models):
+    for number in range(4):
+        two_models.send(request(number, model=1), request(10 + number, model=0))
+    assert [two_models.received(0) for _ in range(4)] == [[10], [11], [12], [13]]
+    assert [two_models.received(1), two_models.received(1)] == [[0], [2]]
+    assert [two_models.received(2), two_models.received(2)] == [[1], [3]]
+    two_models.send(request(20, kind=Kind.ABORT))
+    assert [two_models.received(rank) for rank in range(3)] == [[20]] * 3
+    assert two_models.received_nothing_more()
+
+
+def test_while_all_ranks_of_a_model_are_down_its_requests_alone_are_refused(two_models):
+    for rank in (1, 2):
+        two_models.dispatcher.rank_died(rank)
+    with pytest.raises(Undelivered) as caught:
+        two_models.send(request(1, model=1), request(2, model=0), request(3, rank=0, model=1))
+    assert [header.number for header in caught.value.headers] == [1, 3]
+    assert two_models.received(0) == [2]
+    two_models.dispatcher.rank_started(2)
+    two_models.send(request(4, rank=1, model=1))
+    assert two_models.received(2) == [4]
+
+
+def test_a_model_that_there_is_not_has_no_rank(two_models):
+    with pytest.raises(Undelivered):
+        two_models.send(request(1, model=7))
+    assert two_models.received_nothing_more()

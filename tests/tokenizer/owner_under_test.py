@@ -23,6 +23,7 @@ from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.requests import EmbeddingInput, GenerateInput, RequestError
+from multitok.tokenizer.served_model import ServedModel
 from parts import DEADLINE_S, VOCAB_SIZE, Inbox, Site, byte_tokenizer, pack
 
 T = TypeVar("T")
@@ -193,21 +194,30 @@ async def owner_of(
     ranks = len(site.port_args.scheduler_ipc_names)
     schedulers = [] if real_schedulers else [site.inbox(f"s{rank}", None) for rank in range(ranks)]
     parts: dict[str, Any] = {
-        "text_tools": ByteTools(backend or ReferenceBackend(byte_tokenizer())),
         "detokenize_step": None,
-        "is_ready": lambda: True,
-        "queues_are_full": lambda: False,
         "describe": lambda: {"processes": {}},
         "control": SimpleNamespace(state=ControlState()),
     }
+    is_full = changes.pop("is_full", lambda: False)
+    models = [
+        ServedModel(
+            index,
+            site.settings[index],
+            ports.ranks,
+            info or engine_info(),
+            text_tools=ByteTools(backend or ReferenceBackend(byte_tokenizer())),
+            is_up=lambda: True,
+            is_full=is_full,
+        )
+        for index, ports in enumerate(site.port_args.models)
+    ]
     if "sender" not in changes:
         parts["sender"] = RankDispatcher(site.port_args, RoundRobinPolicy())
     manager = site.keep(
         manager_class(
             site.server_args,
             site.ports(index=1),
-            site.files,
-            info or engine_info(),
+            models,
             **(parts | changes),
         )
     )

@@ -99,7 +99,7 @@ def test_without_any_scheduler_every_client_gets_an_error_and_the_next_ones_are_
             owner.submit("x")
         assert caught.value.status == 503
         owner.deliver(RankStarted(rank=0))
-        await until(lambda: owner.manager.results.recovery.any_rank_is_up)
+        await until(lambda: owner.manager.results.recovery.any_rank_is_up(0))
         owner.submit("x")
 
     in_loop(test)
@@ -275,7 +275,7 @@ def test_requests_without_a_result_begin_again_at_the_next_life_whatever_they_as
 )
 def test_a_generation_that_would_not_be_the_same_gets_an_error(in_loop, params):
     async def test(owner):
-        owner.manager._text_tools.decoder_is_loaded = True
+        owner.manager.models[0].text_tools.decoder_is_loaded = True
         _, _, sink = await stream(owner, "ab", sampling_params=params)
         owner.deliver(RankDied(rank=0, life=1))
         await until(lambda: sink.errors)
@@ -288,10 +288,10 @@ def test_a_held_request_whose_client_leaves_is_not_sent_again(in_loop):
     async def test(owner):
         _, call, _ = await stream(owner, "ab")
         owner.deliver(RankDied(rank=0, life=1))
-        await until(lambda: not owner.manager.results.recovery.any_rank_is_up)
+        await until(lambda: not owner.manager.results.recovery.any_rank_is_up(0))
         call.abort()
         owner.deliver(RankStarted(rank=0))
-        await until(lambda: owner.manager.results.recovery.any_rank_is_up)
+        await until(lambda: owner.manager.results.recovery.any_rank_is_up(0))
         owner.submit("mark", request_id="mark")
         sent = [await owner.sent_one() for _ in range(3)]
         assert [type(message) for message in sent] == [TokenizedGenerateReqInput, AbortReq, TokenizedGenerateReqInput]
@@ -356,7 +356,7 @@ def test_a_new_detokenizer_is_told_what_its_requests_were(in_loop):
 
 def test_a_row_that_was_sent_again_is_cut_where_the_owner_is(in_loop):
     async def test(owner):
-        owner.manager._text_tools.decoder_is_loaded = True
+        owner.manager.models[0].text_tools.decoder_is_loaded = True
         params = SamplingParams(max_new_tokens=9, logprobs=0)
         number, call, sink = await stream(owner, "", sampling_params=params)
         owner.deliver(text_rows((number, "é", 0, None), extras=logprob_extras([-1.0, -2.0])))
@@ -648,7 +648,7 @@ def test_a_request_that_can_not_be_sent_again_fails(in_loop):
 
 
 def test_an_owner_that_decodes_for_itself_begins_anew_with_the_next_life(in_loop):
-    step = DetokenizerStep(TextDecoder.from_tokenizer(byte_tokenizer()))
+    step = DetokenizerStep([TextDecoder.from_tokenizer(byte_tokenizer())])
 
     def row(number, text, first, life, params=None, before=None, finish=None):
         ids = list(text.encode()) if isinstance(text, str) else list(text)
@@ -684,3 +684,50 @@ def test_an_owner_that_decodes_for_itself_begins_anew_with_the_next_life(in_loop
         assert len(step) == 0
 
     in_loop(test, detokenize_step=step, resume=True, info=RESUMABLE)
+
+
+# Several models
+
+
+def with_two_models(in_loop, make_site, test, **options):
+    """Run a test whose requests are for the first model at rank 0, and for the second at ranks 1 and 2."""
+    args = {name: options.pop(name) for name in ("resume_generation",) if name in options}
+    in_loop(test, site=make_site(ranks=3, models=[[0], [1, 2]], **args), **options)
+
+
+def test_a_dead_scheduler_takes_no_request_of_another_model_along(in_loop, make_site):
+    async def test(owner):
+        _, _, streaming = await stream(owner, "ab", rank=0)
+        _, _, waiting = await stream(owner)
+        kept, _, other = await stream(owner, "xy", rank=1, model=1)
+        _, _, other_waiting = await stream(owner, model=1)
+        owner.deliver(RankDied(rank=0, life=1))
+        await until(lambda: streaming.errors and waiting.errors)
+        with pytest.raises(RequestError, match="the engine has died"):
+            owner.submit("x")
+        owner.submit("x", model=1)
+        owner.deliver(text_rows((kept, "z", 2, LENGTH), rank=1, life=1))
+        await until(lambda: other.text == "xyz")
+        assert not other.errors
+        assert not other_waiting.errors
+
+    with_two_models(in_loop, make_site, test)
+
+
+def test_what_is_held_waits_for_a_rank_of_its_own_model(in_loop, make_site):
+    async def test(owner):
+        first, _, _ = await stream(owner, "ab", rank=0)
+        second, _, _ = await stream(owner, "xy", rank=1, model=1)
+        for rank in range(3):
+            owner.deliver(RankDied(rank=rank, life=1))
+        await until(lambda: not any(owner.manager.results.recovery.any_rank_is_up(model) for model in (0, 1)))
+        owner.deliver(RankStarted(rank=2))
+        while not isinstance(again := await owner.sent_one(2), TokenizedGenerateReqInput) or not again.resumed_ids:
+            pass
+        assert (again.number, again.model) == (second, 1)
+        owner.deliver(RankStarted(rank=0))
+        while not isinstance(again := await owner.sent_one(0), TokenizedGenerateReqInput) or not again.resumed_ids:
+            pass
+        assert (again.number, again.model) == (first, 0)
+
+    with_two_models(in_loop, make_site, test, resume_generation=True, info=RESUMABLE)

@@ -114,7 +114,7 @@ def test_what_cannot_be_decoded_or_is_foreign_or_unasked_for_is_dropped_and_the_
 
 
 def test_an_owner_may_decode_for_itself(in_loop):
-    step = DetokenizerStep(TextDecoder.from_tokenizer(byte_tokenizer()))
+    step = DetokenizerStep([TextDecoder.from_tokenizer(byte_tokenizer())])
 
     async def test(owner):
         number, call, sink = await owner.start_one()

@@ -188,7 +188,7 @@ def test_nothing_is_tokenized_while_no_scheduler_has_room(in_loop):
         owner.submit("ab")
         assert (await owner.sent_one()).input_ids == pack(list(b"ab"))
 
-    in_loop(test, backend=backend, queues_are_full=lambda: full[0])
+    in_loop(test, backend=backend, is_full=lambda: full[0])
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_what_goes_wrong_in_a_late_tokenization_reaches_the_sink_once(in_loop, c
 
 def test_tokenizing_and_detokenizing_for_their_own_sake(in_loop):
     async def test(owner):
-        manager = owner.manager
+        manager = owner.manager.models[0]
         for text in ("héllo", LONG_TEXT, ""):
             assert await manager.tokenize([text, "x"]) == [pack(list(text.encode())), pack([ord("x")])]
             assert await manager.detokenize(list(text.encode())) == text
@@ -448,7 +448,7 @@ def test_a_worker_starts_no_bootstrap_server_and_tells_the_real_mode(make_site, 
 
 def test_the_decoder_for_log_probabilities_is_loaded_off_the_loop(in_loop):
     async def test(owner):
-        tools = owner.manager._text_tools
+        tools = owner.manager.models[0].text_tools
         await owner.start_one(sampling_params=SamplingParams(max_new_tokens=5, logprobs=0))
         assert tools.decoder_is_loaded
         assert tools.decoder_thread.startswith("tokenize")

@@ -13,6 +13,11 @@ from multitok.config import ServerArgs
 
 # The field that takes what stands after ``--``.
 AFTER_OPTIONS = "engine_command_line"
+_METAVARS = {
+    "model": "[NAME=]PATH",
+    "model_arg": "NAME:OPTION=VALUE",
+    "engine_arg": "[NAME:]KEY=VALUE",
+}
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +31,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         help_text = description if default is None else f"{description} (default: {default})"
         options: dict[str, Any] = {"help": help_text.replace("%", "%%"), "default": argparse.SUPPRESS}
         if typing.get_origin(base) is list:
-            options |= {"action": "append", "metavar": "KEY=VALUE" if field.name == "engine_arg" else "TEXT"}
+            options |= {"action": "append", "metavar": _METAVARS.get(field.name, "TEXT")}
         elif base is bool:
             options |= {"action": "store_true"}
         elif typing.get_origin(base) is Literal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -50,8 +50,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         To the launcher.
     controlled : Controlled
         What operators have set.
-    decoder : TextDecoder
-        The model's.
+    decoders : sequence of TextDecoder
+        One per model.
     beat : callable
         Called at least every second while the loop goes round, with the seconds that it was late.
     """
@@ -63,12 +63,12 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
         *,
         channel: LauncherChannel,
         controlled: Controlled,
-        decoder: TextDecoder,
+        decoders: Sequence[TextDecoder],
         beat: Callable[[float], None],
     ) -> None:
         self.server_args = server_args
         self.socket_mapping = SocketMapping(port_args)
-        self.step = DetokenizerStep(decoder, port_args.life)
+        self.step = DetokenizerStep([decoders[model] for model in port_args.model_of_rank], port_args.life)
         self._channel = channel
         self._controlled = controlled
         self._beat = beat
@@ -117,6 +117,7 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
             message = self._frames.decode(frame)
             if isinstance(message, BatchTokenIDOutput | BatchEmbeddingOutput):
                 check_columns(message)
+                self.step.check_rank(message.rank)
         except (msgspec.DecodeError, ValueError) as error:
             _log.error("a step's output can't be decoded: %s", error)
             return self._failed(frame)

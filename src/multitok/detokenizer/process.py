@@ -44,13 +44,17 @@ def run_detokenizer_process(
     """
     channel = LauncherChannel(port_args.channel_fd)
     controlled = Controlled(channel)
-    decoder = TextDecoder.from_tokenizer(Tokenizer.from_file(port_args.tokenizer_file), port_args.vocab_size)
-    _log.info("decoding by %s", decoder.strategy)
+    decoders = [
+        TextDecoder.from_tokenizer(Tokenizer.from_file(model.tokenizer_file), model.vocab_size)
+        for model in port_args.models
+    ]
+    for model, decoder in zip(port_args.models, decoders, strict=True):
+        _log.info("%s: decoding by %s", model.name, decoder.strategy)
     # What loading left behind, tables of 100,000 entries among it, never needs to be looked at again.
     gc.collect()
     gc.freeze()
     manager = detokenizer_manager_class(
-        server_args, port_args, channel=channel, controlled=controlled, decoder=decoder, beat=beat
+        server_args, port_args, channel=channel, controlled=controlled, decoders=decoders, beat=beat
     )
     if server_args.multi:
         manager.multi_http_worker_event_loop()

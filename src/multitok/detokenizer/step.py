@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import attrgetter
 
@@ -81,8 +81,8 @@ class DetokenizerStep:
 
     Parameters
     ----------
-    decoder : TextDecoder
-        The model's.
+    decoders : sequence of TextDecoder
+        Of each rank that of its model.
     life : int
         Which life of its process this is. In a later one rows may come of requests that began in an earlier one: they
         are skipped, since their owners ask for rows that rebuild the state.
@@ -93,8 +93,8 @@ class DetokenizerStep:
         Owners of the rows that came, as long as they live. One alone: no batch needs to be split.
     """
 
-    def __init__(self, decoder: TextDecoder, life: int = 1) -> None:
-        self._decoder = decoder
+    def __init__(self, decoders: Sequence[TextDecoder], life: int = 1) -> None:
+        self._decoders = decoders
         self.owners: set[str | None] = set()
         self._dead_owners: set[str | None] = set()
         # The newest dead life of each rank that has died.
@@ -129,7 +129,7 @@ class DetokenizerStep:
         lengths = batch.output_lengths
         ends = None if lengths is None else list(accumulate(lengths))
         decode_params, finished = batch.decode_params, batch.finished_reasons
-        requests, plain, size = self._requests, self._plain, self._decoder.size
+        requests, plain, size = self._requests, self._plain, self._decoders[batch.rank].size
         decode_ids = None if decode_params is None else _take_decode_ids(batch)
         texts: list[str] = []
         kept: list[int] = []
@@ -181,6 +181,17 @@ class DetokenizerStep:
                 self._remove(number)
         return self._assemble(batch, texts, kept, changed)
 
+    def check_rank(self, rank: int) -> None:
+        """Refuse a rank that there isn't.
+
+        Raises
+        ------
+        ValueError
+            Nothing is known of it.
+        """
+        if not 0 <= rank < len(self._decoders):
+            raise ValueError(f"there is no rank {rank}")
+
     def rank_died(self, rank: int, life: int) -> None:
         """Forget what a dead scheduler had begun; its last word will not come."""
         self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
@@ -210,7 +221,7 @@ class DetokenizerStep:
         # Whatever there was of it: this row begins it anew.
         self._remove(number)
         try:
-            request = _Request(self._decoder, params, batch.rank)
+            request = _Request(self._decoders[batch.rank], params, batch.rank)
             if decode_ids is not None:
                 offsets = None if batch.extras is None else batch.extras.read_offsets
                 request.rebuild(decode_ids, None if offsets is None else offsets[i])

@@ -91,7 +91,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[str] = []
 
 
-def no_such_operation(info: EngineInfo, operation: EngineOperation) -> EngineRefusal:
+def no_such_operation(info: EngineInfo, operation: EngineOperation | type[EngineOperation]) -> EngineRefusal:
     """Return the refusal of an operation that an engine doesn't do."""
     return EngineRefusal(400, f"engine {info.name!r} has no operation {name_of(operation)!r}")
 

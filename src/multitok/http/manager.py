@@ -45,20 +45,17 @@ class Control(Protocol):
         ...
 
 
-class Manager(Protocol):
-    """The part of `TokenizerManager` that HTTP uses.
-
-    Sinks are called from the event loop's thread, and never from inside `submit` itself.
-    """
+class Model(Protocol):
+    """One of the models that are served."""
 
     @property
-    def served_model_name(self) -> str:
-        """Name in answers and in /v1/models."""
+    def index(self) -> int:
+        """Its place among them."""
         ...
 
     @property
-    def created(self) -> int:
-        """Unix time for /v1/models."""
+    def name(self) -> str:
+        """Name in answers and in /v1/models."""
         ...
 
     @property
@@ -76,12 +73,8 @@ class Manager(Protocol):
         """The model's chat template, if it has one."""
         ...
 
-    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
-        """Start a generation; may raise `RequestError`."""
-        ...
-
-    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
-        """Start an embedding; may raise `RequestError`."""
+    def is_up(self) -> bool:
+        """Whether it can be used."""
         ...
 
     def check_text(self, text: str) -> None:
@@ -100,13 +93,34 @@ class Manager(Protocol):
         """Text and bytes of one id."""
         ...
 
+
+class Manager(Protocol):
+    """The part of `TokenizerManager` that HTTP uses.
+
+    Sinks are called from the event loop's thread, and never from inside `submit` itself.
+    """
+
+    @property
+    def models(self) -> Sequence[Model]:
+        """All that is served."""
+        ...
+
+    @property
+    def created(self) -> int:
+        """Unix time for /v1/models."""
+        ...
+
     @property
     def control(self) -> Control:
         """The way to the control plane."""
         ...
 
-    def is_ready(self) -> bool:
-        """Whether all parts are up."""
+    def submit(self, request: GenerateInput, sink: GenerateSink) -> Submission:
+        """Start a generation; may raise `RequestError`."""
+        ...
+
+    def submit_embedding(self, request: EmbeddingInput, sink: EmbeddingSink) -> Submission:
+        """Start an embedding; may raise `RequestError`."""
         ...
 
     def server_info(self) -> dict[str, object]:

@@ -67,14 +67,19 @@ class SenderWrapper:
         The owner's address.
     start_token : bytes
         Mark of this start.
-    ranks : int
-        How many schedulers there are. A user's id has its rank, whoever owns it: that rank sees when it is taken.
+    ranks : sequence of sequence of int
+        The ranks of each model. A user's id has its rank, whoever owns it: that rank sees when it is taken.
     hash_prefixes : bool
-        Headers carry the hash chains of prompts.
+        Headers carry the hash chains of prompts where a model has several ranks.
     """
 
     def __init__(
-        self, socket: FrameSender, address: str, start_token: bytes, ranks: int = 1, hash_prefixes: bool = False
+        self,
+        socket: FrameSender,
+        address: str,
+        start_token: bytes,
+        ranks: Sequence[Sequence[int]] = ((0,),),
+        hash_prefixes: bool = False,
     ) -> None:
         self._ranks = ranks
         self._hash_prefixes = hash_prefixes
@@ -103,9 +108,10 @@ class SenderWrapper:
         prompt = hashes = None
         for child in children:
             header = header_of(child)
-            if given_id and self._ranks > 1 and (rid := getattr(child, "rid", None)) is not None:
-                header.rank = zlib.crc32(rid.encode()) % self._ranks
-            if self._hash_prefixes and isinstance(child, TokenizedGenerateReqInput):
+            ranks = self._ranks[header.model]
+            if given_id and (rid := getattr(child, "rid", None)) is not None:
+                header.rank = ranks[zlib.crc32(rid.encode()) % len(ranks)]
+            if self._hash_prefixes and len(ranks) > 1 and isinstance(child, TokenizedGenerateReqInput):
                 if child.input_ids is not prompt:
                     # The choices of a prompt have it in common.
                     prompt, hashes = child.input_ids, prefix_hashes(child.input_ids)

@@ -27,7 +27,7 @@ from multitok.messages.to_child import Fork
 from multitok.messages.to_launcher import Failed
 from multitok.observability.logging import configure_logger
 from multitok.tokenizer.errors import ModelError
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 # With this every child is gone two seconds after it has noticed, whatever the others do.
@@ -38,7 +38,7 @@ USAGE_STATUS = 2
 def main(arguments: list[str]) -> int:
     """Run a child; returns its exit status."""
     role, index, life, launcher_pid, channel_fd, listen_fds, *blocks = arguments
-    server_args_block, port_args_block, files_block, board_block = blocks[:4]
+    server_args_block, port_args_block, models_block, board_block = blocks[:4]
     server_args = read_from_shared_memory(server_args_block, ServerArgs)
     port_args = msgspec.structs.replace(
         read_from_shared_memory(port_args_block, PortArgs),
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     runtime_dir = RuntimeDir(port_args.runtime_dir)
 
     def run() -> None:
-        files = read_from_shared_memory(files_block, ModelFiles)
+        models = read_from_shared_memory(models_block, list[ModelSettings])
         board = LoadBoard(
             board_block,
             len(port_args.scheduler_ipc_names),
@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
             case "scheduler":
                 from multitok.scheduler.process import run_scheduler_process
 
-                run_scheduler_process(server_args, port_args, files, board.slot(role, port_args.index))
+                model = models[port_args.model_of_rank[port_args.index]]
+                run_scheduler_process(model.args, port_args, model.files, board.slot(role, port_args.index))
             case "detokenizer":
                 from multitok.detokenizer.process import run_detokenizer_process
 
@@ -75,7 +76,7 @@ def main(arguments: list[str]) -> int:
                 policy = routing_policy(server_args, port_args, board)
                 run_router_process(port_args, policy, _beat_of(role, server_args, port_args, board))
             case "fork_server":
-                _run_fork_server(server_args, port_args, files, board, runtime_dir, int(launcher_pid))
+                _run_fork_server(server_args, port_args, models, board, runtime_dir, int(launcher_pid))
             case _:
                 raise ValueError(f"there is no role {role!r}")
 
@@ -117,7 +118,7 @@ def guarded(run: Callable[[], None], port_args: PortArgs, runtime_dir: RuntimeDi
 def _run_fork_server(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    models: list[ModelSettings],
     board: LoadBoard,
     runtime_dir: RuntimeDir,
     launcher_pid: int,
@@ -128,7 +129,7 @@ def _run_fork_server(
 
     channel = LauncherChannel(port_args.channel_fd)
     controlled = Controlled(channel)
-    tools = TextTools.load(server_args, port_args, files)
+    tools = [TextTools.load(server_args, model.files) for model in models]
 
     def worker_main(order: Fork, fds: list[int]) -> int:
         channel_fd, http_fd = fds
@@ -142,7 +143,7 @@ def _run_fork_server(
         )
         begin("tokenizer_worker", server_args, worker_args, launcher_pid)
         return guarded(
-            lambda: run_http_process(server_args, worker_args, files, board, tools), worker_args, runtime_dir
+            lambda: run_http_process(server_args, worker_args, models, board, tools), worker_args, runtime_dir
         )
 
     run_fork_server(channel, controlled, worker_main, _beat_of("fork_server", server_args, port_args, board))

@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -30,7 +31,8 @@ from multitok.messages.to_launcher import Drained, Ready
 from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.control_client import ControlClient
 from multitok.tokenizer.manager import TokenizerManager
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
+from multitok.tokenizer.served_model import ServedModel
 from multitok.tokenizer.worker import TokenizerWorker
 
 _log = logging.getLogger(__name__)
@@ -39,7 +41,11 @@ _DETAILS_S = 1.0
 
 
 def run_http_process(
-    server_args: ServerArgs, port_args: PortArgs, files: ModelFiles, board: LoadBoard, tools: TextTools
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    settings: Sequence[ModelSettings],
+    board: LoadBoard,
+    tools: Sequence[TextTools],
 ) -> None:
     """Serve HTTP until the launcher says stop, or until a drain is done.
 
@@ -49,12 +55,12 @@ def run_http_process(
         The user's options.
     port_args : PortArgs
         Where the parts meet, and which worker this is.
-    files : ModelFiles
-        The model.
+    settings : sequence of ModelSettings
+        What is served.
     board : LoadBoard
         Of this start.
-    tools : TextTools
-        Loaded.
+    tools : sequence of TextTools
+        Of each model, loaded.
 
     Raises
     ------
@@ -64,7 +70,7 @@ def run_http_process(
     channel = LauncherChannel(port_args.channel_fd)
     # What large bodies and prompts keep busy in threads hands the interpreter over to the loop at once.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    uvloop.run(_serve(server_args, port_args, files, board, channel, tools))
+    uvloop.run(_serve(server_args, port_args, settings, board, channel, tools))
 
 
 class _Orders:
@@ -139,10 +145,10 @@ class _Parts:
 async def _serve(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    settings: Sequence[ModelSettings],
     board: LoadBoard,
     channel: LauncherChannel,
-    tools: TextTools,
+    tools: Sequence[TextTools],
 ) -> None:
     control = ControlClient(Controlled(channel), channel.send)
     orders = _Orders(channel, control)
@@ -153,11 +159,16 @@ async def _serve(
     dispatcher = None
     if port_args.router_ipc_name is None:
         dispatcher = RankDispatcher(port_args, routing_policy(server_args, port_args, board))
-    manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher, control)
+    models = [
+        _served_model(index, settings[index], port_args.models[index].ranks, board, tools[index], engine_infos)
+        for index in range(len(settings))
+    ]
+    manager = _make_manager(server_args, port_args, models, board, tools, dispatcher, control)
     parts = _Parts(manager, dispatcher)
     slot = board.slot("tokenizer_worker", port_args.slot)
     server = HttpServer(server_args, manager, socket.socket(fileno=port_args.listen_fds["http"]), slot)
-    tools.backend.warm_up()
+    for its_tools in tools:
+        its_tools.backend.warm_up()
     manager.start()
     _describe_itself(manager, slot)
     # No request is taken before what operators have set until now is known.
@@ -195,13 +206,40 @@ async def _hurry_on_stop(orders: _Orders, server: HttpServer, parts: _Parts) -> 
             parts.follow(order)
 
 
+def _served_model(
+    index: int,
+    settings: ModelSettings,
+    ranks: Sequence[int],
+    board: LoadBoard,
+    tools: TextTools,
+    engine_infos: Sequence[EngineInfo],
+) -> ServedModel:
+    args = settings.args
+    running = min(engine_infos[rank].max_running_requests for rank in ranks)
+    most = min(running, args.max_running_requests or running) + args.max_queued_requests
+
+    def is_up() -> bool:
+        return board.is_serving() and any(board.figures("scheduler", rank)["life"] for rank in ranks)
+
+    def is_full() -> bool:
+        up = False
+        for rank in ranks:
+            figures = board.figures("scheduler", rank)
+            if figures["life"]:
+                if figures["load"] + figures["waiting"] < most:
+                    return False
+                up = True
+        return up
+
+    return ServedModel(index, settings, ranks, engine_infos[ranks[0]], text_tools=tools, is_up=is_up, is_full=is_full)
+
+
 def _make_manager(
     server_args: ServerArgs,
     port_args: PortArgs,
-    files: ModelFiles,
+    models: Sequence[ServedModel],
     board: LoadBoard,
-    tools: TextTools,
-    engine_infos: list[EngineInfo],
+    tools: Sequence[TextTools],
     dispatcher: RankDispatcher | None,
     control: ControlClient,
 ) -> TokenizerManager:
@@ -213,37 +251,22 @@ def _make_manager(
         assert port_args.router_ipc_name is not None
         manager_class = TokenizerWorker
         sender = RouterSocket(port_args.endpoint(port_args.router_ipc_name))
-    ranks = range(len(port_args.scheduler_ipc_names))
-    running = min(info.max_running_requests for info in engine_infos)
-    most = min(running, server_args.max_running_requests or running) + server_args.max_queued_requests
-
-    def queues_are_full() -> bool:
-        up = False
-        for rank in ranks:
-            figures = board.figures("scheduler", rank)
-            if figures["life"]:
-                if figures["load"] + figures["waiting"] < most:
-                    return False
-                up = True
-        return up
+    step = None
+    if not port_args.detokenizer_ipc_names:
+        step = DetokenizerStep([tools[model].decoder for model in port_args.model_of_rank])
 
     def describe() -> dict[str, object]:
         return {
             "version": __version__,
-            "ready": board.is_ready(),
             "processes": describe_processes(server_args, port_args, board),
         }
 
     return manager_class(
         server_args,
         port_args,
-        files,
-        engine_infos[0],
-        text_tools=tools,
+        models,
         sender=sender,
-        detokenize_step=None if port_args.detokenizer_ipc_names else DetokenizerStep(tools.decoder),
-        is_ready=board.is_ready,
-        queues_are_full=queues_are_full,
+        detokenize_step=step,
         describe=describe,
         control=control,
     )

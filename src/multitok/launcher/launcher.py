@@ -7,7 +7,7 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -40,7 +40,7 @@ from multitok.messages.to_launcher import (
     Ready,
     ToLauncher,
 )
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +84,13 @@ class Launcher:
     ----------
     server_args : ServerArgs
         The user's options.
-    files : ModelFiles
-        The model.
+    models : sequence of ModelSettings
+        What is to be served.
     """
 
-    def __init__(self, server_args: ServerArgs, files: ModelFiles) -> None:
+    def __init__(self, server_args: ServerArgs, models: Sequence[ModelSettings]) -> None:
         self._args = server_args
-        self._files = files
+        self._models = models
         self._selector = selectors.DefaultSelector()
         self._timers = Timers()
         self._signals = Signals()
@@ -113,7 +113,7 @@ class Launcher:
         remove_abandoned()
         runtime_dir = RuntimeDir.create()
         try:
-            self._shared = SharedState(self._args, self._files, runtime_dir)
+            self._shared = SharedState(self._args, self._models, runtime_dir)
             self.start_children(runtime_dir)
             try:
                 self.wait_until_ready()
@@ -194,11 +194,11 @@ class Launcher:
             "http" if self._args.ssl_certfile is None else "https",
             shown,
             port,
-            self._args.served_model_name or self._files.name,
+            ", ".join(model.name for model in self._models),
             self._args.tokenizer_worker_num,
             self._args.detokenizer_worker_num,
-            self._args.data_parallel_size,
-            ", SIMULATED engine: no model runs" if self._engine_infos[0].simulated else "",
+            len(self._engine_infos),
+            ", SIMULATED engine: no model runs" if any(e.simulated for e in self._engine_infos.values()) else "",
         )
 
     def supervise(self) -> None:
@@ -258,11 +258,7 @@ class Launcher:
 
     def _enter(self, phase: _Phase) -> None:
         self._phase = phase
-        self._say_whether_ready()
-
-    def _say_whether_ready(self) -> None:
-        serving = self._phase is _Phase.SERVING
-        self._board.set_ready(serving and any(child.ready for child in self._children.of(SCHEDULER)))
+        self._board.set_serving(phase is _Phase.SERVING)
 
     # Turns
 
@@ -346,14 +342,13 @@ class Launcher:
         self._announcer.became_ready(child)
         if child.role == SCHEDULER and message.info is not None:
             self._engine_infos[child.index] = msgspec.msgpack.decode(message.info, type=EngineInfo)
-            if self._info_block is None and len(self._engine_infos) == self._args.data_parallel_size:
+            if self._info_block is None and len(self._engine_infos) == len(self._shared.ports.scheduler_ipc_names):
                 self._start_workers()
         elif child.role == FORK_SERVER:
             self._workers.fork_server_is_ready(child)
         elif child.role == WORKER and not child.draining:
             self._workers.became_ready(child)
             self._changes.became_ready(child.index)
-        self._say_whether_ready()
 
     def _start_workers(self) -> None:
         infos = [self._engine_infos[rank] for rank in sorted(self._engine_infos)]
@@ -385,7 +380,6 @@ class Launcher:
         self._control.buried(child)
         if child.role == WORKER:
             self._workers.buried(child)
-        self._say_whether_ready()
         if self._phase is _Phase.STARTING and not (child.role in (WORKER, FORK_SERVER) and child.ready):
             said = child.failure
             self._fail(

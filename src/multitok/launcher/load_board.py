@@ -79,9 +79,9 @@ class LoadBoard:
 
     # Written by the launcher
 
-    def set_ready(self, ready: bool) -> None:
-        """Say whether all parts are up."""
-        self._words[_LOAD] = ready
+    def set_serving(self, serving: bool) -> None:
+        """Say whether the server has started and does not end."""
+        self._words[_LOAD] = serving
 
     def set_life(self, role: str, slot: int, life: int, *, index: int = 0, pid: int = 0) -> None:
         """Say which life of a process is up; 0: none. A new life begins without load.
@@ -114,8 +114,8 @@ class LoadBoard:
 
     # Read by all
 
-    def is_ready(self) -> bool:
-        """Whether all parts are up."""
+    def is_serving(self) -> bool:
+        """Whether the server has started and does not end."""
         return bool(self._words[_LOAD])
 
     def lowest_connections(self) -> int:

@@ -7,14 +7,16 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Sequence
+from itertools import count, islice
 
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import ModelPorts, PortArgs, ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.launcher.listen import bind_http, listen_unix
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.runtime_dir import RuntimeDir
 from multitok.launcher.shared_memory import block_name, write_to_shared_memory
-from multitok.tokenizer.model_files import ModelFiles
+from multitok.tokenizer.model_settings import ModelSettings
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +30,8 @@ class SharedState:
     ----------
     args : ServerArgs
         The user's options.
-    files : ModelFiles
-        The model.
+    models : sequence of ModelSettings
+        What is served.
     runtime_dir : RuntimeDir
         Where the unix sockets are.
 
@@ -50,7 +52,7 @@ class SharedState:
         The port can't be had.
     """
 
-    def __init__(self, args: ServerArgs, files: ModelFiles, runtime_dir: RuntimeDir) -> None:
+    def __init__(self, args: ServerArgs, models: Sequence[ModelSettings], runtime_dir: RuntimeDir) -> None:
         try:
             self.http_socket = bind_http(args.host, args.port)
         except OSError as error:
@@ -60,24 +62,34 @@ class SharedState:
             _log.warning(
                 "listening on %s, which others can reach, without --api-key: anybody there can use this server", host
             )
+        numbers = count()
+        ports = [
+            ModelPorts(
+                name=model.name,
+                tokenizer_file=model.files.tokenizer_file,
+                vocab_size=model.files.vocab_size,
+                ranks=list(islice(numbers, model.args.data_parallel_size)),
+            )
+            for model in models
+        ]
+        ranks = next(numbers)
         self.ports = PortArgs(
             runtime_dir=runtime_dir.path,
             start_token=secrets.token_bytes(8),
-            tokenizer_file=files.tokenizer_file,
-            vocab_size=files.vocab_size,
+            models=ports,
             router_ipc_name="router" if args.multi else None,
             control_ipc_name="control" if args.multi else None,
-            scheduler_ipc_names=[f"s{rank}" for rank in range(args.data_parallel_size)],
+            scheduler_ipc_names=[f"s{rank}" for rank in range(ranks)],
             detokenizer_ipc_names=[f"d{index}" for index in range(args.detokenizer_worker_num)],
         )
         fixed = [*self.ports.scheduler_ipc_names, *self.ports.detokenizer_ipc_names, *self.router_addresses]
         self._sockets = {address: listen_unix(os.path.join(runtime_dir.path, address)) for address in fixed}
         self._nonce = runtime_dir.nonce
-        sizes = (args.data_parallel_size, args.detokenizer_worker_num, args.tokenizer_worker_num)
+        sizes = (ranks, args.detokenizer_worker_num, args.tokenizer_worker_num)
         blocks = [
             write_to_shared_memory(args, block_name(self._nonce, "server_args")),
             write_to_shared_memory(self.ports, block_name(self._nonce, "port_args")),
-            write_to_shared_memory(files, block_name(self._nonce, "model_files")),
+            write_to_shared_memory(list(models), block_name(self._nonce, "models")),
             LoadBoard.create(block_name(self._nonce, "board"), *sizes),
         ]
         self.child_blocks = [block.name for block in blocks]

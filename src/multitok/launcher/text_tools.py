@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from multitok.config import PortArgs, ServerArgs
+from multitok.config import ServerArgs
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.tokenizer.backends import LazyTokenizer, TokenizerBackend
 from multitok.tokenizer.chat_template import ChatTemplate
@@ -21,8 +21,6 @@ class TextTools:
     ----------
     files : ModelFiles
         The model.
-    vocab_size : int
-        Ids are below it.
     cache_dir : Path or None
         Where verdicts on fast tokenizers are kept; None for the user's cache.
 
@@ -34,18 +32,18 @@ class TextTools:
         The model's, if it has one.
     """
 
-    def __init__(self, files: ModelFiles, vocab_size: int, cache_dir: Path | None) -> None:
+    def __init__(self, files: ModelFiles, cache_dir: Path | None) -> None:
         self._reference = LazyTokenizer(files)
-        self._vocab_size = vocab_size
+        self._vocab_size = files.vocab_size
         self.backend: TokenizerBackend = choose_backend(files, self._reference, cache_dir)
         self.chat_template = (
             ChatTemplate(files.chat_template, files.bos_token, files.eos_token) if files.chat_template else None
         )
 
     @classmethod
-    def load(cls, server_args: ServerArgs, port_args: PortArgs, files: ModelFiles) -> TextTools:
+    def load(cls, server_args: ServerArgs, files: ModelFiles) -> TextTools:
         """Load them for a start; the decoder's tables only where owners decode for themselves."""
-        tools = cls(files, port_args.vocab_size, Path(server_args.cache_dir) if server_args.cache_dir else None)
+        tools = cls(files, Path(server_args.cache_dir) if server_args.cache_dir else None)
         if not server_args.detokenizer_worker_num:
             tools.load_decoder()
         return tools

@@ -19,6 +19,20 @@ PauseMode = Literal["wait", "abort", "keep"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+class Adapter(msgspec.Struct, array_like=True, frozen=True):
+    """A loaded LoRA adapter: its folder or file, and the index of the model that it belongs to."""
+
+    path: str
+    model: int = 0
+
+
+class Weights(msgspec.Struct, array_like=True, frozen=True):
+    """What took the place of a model's own weights, and what the operator, or else the operation's number, calls it."""
+
+    path: str
+    version: str
+
+
 class ControlState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """What operators have set; every part has a copy, and the launcher's outlives them all.
 
@@ -30,20 +44,17 @@ class ControlState(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         No request begins; ``keep``: nor does the engine take a step.
     log_level : {'debug', 'info', 'warning', 'error'}
         Least severe messages shown.
-    adapters : dict of str to str
-        Path of each loaded LoRA adapter, by name.
-    weights : str or None
-        Where the weights were loaded from that took the place of the model's own.
-    weight_version : str
-        What the operator, or else the number of the operation, calls them.
+    adapters : dict of str to Adapter
+        The loaded LoRA adapters, by name.
+    weights : dict of int to Weights
+        What the models have that do not have their own weights any more, by index.
     """
 
     epoch: int = 0
     paused: PauseMode | None = None
     log_level: LogLevel = "info"
-    adapters: dict[str, str] = {}
-    weights: str | None = None
-    weight_version: str = "default"
+    adapters: dict[str, Adapter] = {}
+    weights: dict[int, Weights] = {}
 
 
 class Pause(msgspec.Struct, tag="pause", frozen=True):
@@ -113,11 +124,12 @@ def state_after(state: ControlState, operation: ControlOperation, operation_id: 
         case SetLogLevel():
             changes = {"log_level": operation.level}
         case LoadAdapter():
-            changes = {"adapters": {**state.adapters, operation.name: operation.path}}
+            changes = {"adapters": {**state.adapters, operation.name: Adapter(operation.path, operation.model)}}
         case UnloadAdapter():
-            changes = {"adapters": {name: path for name, path in state.adapters.items() if name != operation.name}}
+            changes = {"adapters": {name: its for name, its in state.adapters.items() if name != operation.name}}
         case UpdateWeights():
-            changes = {"weights": operation.path, "weight_version": operation.version or str(operation_id)}
+            new = Weights(operation.path, operation.version or str(operation_id))
+            changes = {"weights": {**state.weights, operation.model: new}}
         case _:
             return state
     return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)
@@ -139,12 +151,15 @@ def state_without(state: ControlState, operation: ControlOperation, before: Cont
         case Pause():
             changes: dict[str, object] = {"paused": before.paused}
         case LoadAdapter() | UnloadAdapter():
-            adapters = {name: path for name, path in state.adapters.items() if name != operation.name}
+            adapters = {name: its for name, its in state.adapters.items() if name != operation.name}
             if operation.name in before.adapters:
                 adapters[operation.name] = before.adapters[operation.name]
             changes = {"adapters": adapters}
         case UpdateWeights():
-            changes = {"weights": before.weights, "weight_version": before.weight_version}
+            weights = {model: its for model, its in state.weights.items() if model != operation.model}
+            if operation.model in before.weights:
+                weights[operation.model] = before.weights[operation.model]
+            changes = {"weights": weights}
         case _:
             return state
     return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)

@@ -1,4 +1,7 @@
-"""Operations on an engine: what an operator can ask for at run time; tags are the names in `EngineInfo.operations`."""
+"""Operations on an engine: what an operator can ask for at run time; tags are the names in `EngineInfo.operations`.
+
+Each is for the ranks of one model, `model`, by its index; an engine has no use for that.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import msgspec
 
 class FlushCache(msgspec.Struct, tag="flush_cache", frozen=True):
     """Forget all cached prefixes."""
+
+    model: int = 0
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
@@ -22,12 +27,14 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
 
     name: str
     path: str
+    model: int = 0
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
     """Forget a LoRA adapter."""
 
     name: str
+    model: int = 0
 
 
 class UpdateWeights(msgspec.Struct, tag="update_weights", frozen=True):
@@ -43,6 +50,7 @@ class UpdateWeights(msgspec.Struct, tag="update_weights", frozen=True):
 
     path: str
     version: str | None = None
+    model: int = 0
 
 
 class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
@@ -55,15 +63,18 @@ class StartProfile(msgspec.Struct, tag="start_profile", frozen=True):
     """
 
     folder: str | None = None
+    model: int = 0
 
 
 class StopProfile(msgspec.Struct, tag="stop_profile", frozen=True):
     """End the profile and write it."""
 
+    model: int = 0
+
 
 EngineOperation = FlushCache | LoadAdapter | UnloadAdapter | UpdateWeights | StartProfile | StopProfile
 
 
-def name_of(operation: msgspec.Struct) -> str:
-    """Return the tag of an operation, of this or another kind."""
+def name_of(operation: msgspec.Struct | type[msgspec.Struct]) -> str:
+    """Return the tag of an operation, of this or another kind, or of a type of operations."""
     return str(operation.__struct_config__.tag)

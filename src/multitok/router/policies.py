@@ -15,7 +15,7 @@ class RoutingPolicy(Protocol):
     """Chooses the rank of a request that may go to any."""
 
     def choose(self, header: Header, up: Sequence[int]) -> int:
-        """Return one of the ranks that are up, which are in order and at least one."""
+        """Return one of the ranks that are up and serve the request's model, which are in order and at least one."""
         ...
 
     def sent(self, rank: int, header: Header) -> None:
@@ -32,15 +32,16 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobinPolicy:
-    """Ranks in turn."""
+    """Ranks in turn, of each model."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self._last: dict[int, int] = {}
 
     def choose(self, header: Header, up: Sequence[int]) -> int:
         """Return the next in turn."""
-        self._last = next((rank for rank in up if rank > self._last), up[0])
-        return self._last
+        last = self._last.get(header.model, -1)
+        chosen = self._last[header.model] = next((rank for rank in up if rank > last), up[0])
+        return chosen
 
     def sent(self, rank: int, header: Header) -> None:
         """Do nothing."""

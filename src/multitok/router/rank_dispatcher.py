@@ -42,7 +42,8 @@ class RankDispatcher:
         self._policy = policy
         self._endpoints = [port_args.endpoint(address) for address in port_args.scheduler_ipc_names]
         self._send_to_scheduler = {rank: connect_push(endpoint) for rank, endpoint in enumerate(self._endpoints)}
-        self._up = list(self._send_to_scheduler)
+        self._model_of_rank = port_args.model_of_rank
+        self._note_who_is_up()
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self.dropped = 0
 
@@ -56,14 +57,20 @@ class RankDispatcher:
         socket = self._send_to_scheduler.pop(rank, None)
         if socket is not None:
             socket.close()
-            self._up = sorted(self._send_to_scheduler)
+            self._note_who_is_up()
 
     def rank_started(self, rank: int) -> None:
         """Send to a rank again, whose new life is ready."""
         if rank not in self._send_to_scheduler and 0 <= rank < len(self._endpoints):
             self._send_to_scheduler[rank] = connect_push(self._endpoints[rank])
-            self._up = sorted(self._send_to_scheduler)
+            self._note_who_is_up()
             self._policy.rank_started(rank)
+
+    def _note_who_is_up(self) -> None:
+        self._up = sorted(self._send_to_scheduler)
+        self._up_by_model: dict[int, list[int]] = {}
+        for rank in self._up:
+            self._up_by_model.setdefault(self._model_of_rank[rank], []).append(rank)
 
     def send_frames(self, frames: Sequence[bytes | bytearray]) -> None:
         """Send header and payload of each child on; what isn't such a pair of this start is dropped, with a log line.
@@ -86,8 +93,8 @@ class RankDispatcher:
             if header.kind not in REQUEST_KINDS:
                 for rank in self._up:
                     per_rank.setdefault(rank, []).extend(frames[i : i + 2])
-            elif self._up:
-                rank = self._choose(header)
+            elif (up := self._up_by_model.get(header.model)) is not None:
+                rank = self._choose(header, up)
                 # At once, so that the next of a batch is chosen with this one in mind.
                 self._policy.sent(rank, header)
                 per_rank.setdefault(rank, []).extend(frames[i : i + 2])
@@ -108,13 +115,13 @@ class RankDispatcher:
         if undelivered:
             raise Undelivered(undelivered, STUCK)
 
-    def _choose(self, header: Header) -> int:
+    def _choose(self, header: Header, up: Sequence[int]) -> int:
         """Return the rank that the owner wants, or what the policy says."""
         wanted = header.rank
         if wanted is None or not 0 <= wanted < len(self._endpoints):
-            return self._policy.choose(header, self._up)
+            return self._policy.choose(header, up)
         # Whoever wants the same rank gets the same one, also while it is down.
-        return wanted if wanted in self._up else self._up[wanted % len(self._up)]
+        return wanted if wanted in up else up[wanted % len(up)]
 
     def _count_dropped(self, rank: int, messages: int) -> None:
         before, self.dropped = self.dropped, self.dropped + messages

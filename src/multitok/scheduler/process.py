@@ -27,11 +27,11 @@ def run_scheduler_process(server_args: ServerArgs, port_args: PortArgs, files: M
     Parameters
     ----------
     server_args : ServerArgs
-        The user's options.
+        The options of this rank's model.
     port_args : PortArgs
         Where the parts meet, and which rank this is.
     files : ModelFiles
-        The model.
+        That model.
     slot : LoadSlot
         This rank's place on the load board.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multitok.engines.base import Engine, EngineRefusal, no_such_operation
 from multitok.ipc.controlled import Controlled
 from multitok.messages.base import FinishReason
-from multitok.messages.control import AbortMatching, ControlState, Pause
+from multitok.messages.control import AbortMatching, ControlState, Pause, Weights
 from multitok.messages.operations import (
     EngineOperation,
     FlushCache,
@@ -27,6 +27,7 @@ from multitok.tokenizer.errors import ModelError
 
 _log = logging.getLogger(__name__)
 _OVERTAKEN = "generation was continued, or paused in another way, before everything had ended"
+_OWN_VERSION = "default"
 _PAUSED = "generation is paused; try again later"
 
 
@@ -41,6 +42,8 @@ class RankControl:
         Of this rank.
     table : RequestTable
         Of this rank.
+    model : int
+        Index of the model that this rank serves.
     model_path : str
         Where the engine's weights come from unless an operator has loaded others.
     refuse : bool
@@ -64,6 +67,7 @@ class RankControl:
         engine: Engine,
         table: RequestTable,
         *,
+        model: int,
         model_path: str,
         refuse: bool,
         end_early: Callable[[list[ScheduledRequest], FinishReason], None],
@@ -72,13 +76,13 @@ class RankControl:
         self._controlled = controlled
         self._engine = engine
         self._table = table
-        self._model_path = model_path
+        self._model = model
         self._refuse = refuse
         self._end_early = end_early
         self._before_long_work = before_long_work
         # What the engine has.
         self._adapters: dict[str, str] = {}
-        self._weights: str | None = None
+        self._weights = self._own_weights = Weights(model_path, _OWN_VERSION)
         # What it would not take, by name and path (weights have no name): not asked for again until an operator does.
         self._refused: set[tuple[str | None, str]] = set()
         # Pauses that wait until nothing runs any more.
@@ -136,6 +140,8 @@ class RankControl:
     def _do(self, order: Control) -> int:
         """Do what is the rank's in an operation; returns how many requests it has ended."""
         operation, count = order.operation, 0
+        if isinstance(operation, EngineOperation) and operation.model != self._model:
+            operation = None
         match operation:
             case Pause(mode="keep") if self._engine.wakeup is not None:
                 name = self._engine.info.name
@@ -151,7 +157,7 @@ class RankControl:
                 self._adapters[operation.name] = operation.path
             case UpdateWeights():
                 self._load(None, operation.path, operation)
-                self._weights = operation.path
+                self._weights = order.state.weights.get(self._model, self._own_weights)
         self._reach(order.state)
         return count
 
@@ -173,20 +179,21 @@ class RankControl:
             awaiting, self._awaiting = self._awaiting, []
             for order in awaiting:
                 self._controlled.acknowledge(order, 409, _OVERTAKEN)
-        for name in [name for name in self._adapters if name not in state.adapters]:
+        adapters = {name: its.path for name, its in state.adapters.items() if its.model == self._model}
+        for name in [name for name in self._adapters if name not in adapters]:
             self._operate(UnloadAdapter(name))
             del self._adapters[name]
-        for name, path in state.adapters.items():
+        for name, path in adapters.items():
             if self._adapters.get(name) != path and (name, path) not in self._refused:
                 self._bring_adapter(name, path)
-        weights = state.weights or self._model_path
-        if self._weights != state.weights and (None, weights) not in self._refused:
+        weights = state.weights.get(self._model, self._own_weights)
+        if self._weights != weights and (None, weights.path) not in self._refused:
             try:
-                self._operate(UpdateWeights(weights, state.weight_version))
+                self._operate(UpdateWeights(weights.path, weights.version))
             except EngineRefusal as refusal:
                 # Answers of other weights than everybody's would be wrong without a sign of it.
                 raise ModelError(f"the engine does not take the weights that an operator has set: {refusal}") from None
-            self._weights = state.weights
+            self._weights = weights
 
     def _bring_adapter(self, name: str, path: str) -> None:
         try:

@@ -131,6 +131,7 @@ class Scheduler:
             controlled,
             engine,
             self._table,
+            model=port_args.model_of_rank[self._rank],
             model_path=model_path,
             refuse=server_args.when_paused == "refuse",
             end_early=self._end_early,

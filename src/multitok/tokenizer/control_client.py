@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherGone
@@ -80,3 +80,14 @@ class ControlClient:
         if answer.status != 200:
             raise RequestError(answer.status, answer.message)
         return answer
+
+
+def described(state: ControlState, models: Sequence[str]) -> dict[str, object]:
+    """Return a control state as people read it, with the names of the models."""
+    return {
+        "epoch": state.epoch,
+        "paused": state.paused,
+        "log_level": state.log_level,
+        "adapters": {name: {"path": its.path, "model": models[its.model]} for name, its in state.adapters.items()},
+        "weights": {models[i]: {"path": its.path, "version": its.version} for i, its in state.weights.items()},
+    }

@@ -79,7 +79,7 @@ def resolve_model(model: str | None, tokenizer: str | None = None, cache_dir: Pa
     Parameters
     ----------
     model : str or None
-        A GGUF file, an OpenVINO or Hugging Face folder, or a hub id; None for the default model.
+        A GGUF file, an OpenVINO or Hugging Face folder, or a hub id; None, or its name, for the default model.
     tokenizer : str or None
         A folder or hub id whose tokenizer and chat template take the place of the model's own.
     cache_dir : Path or None
@@ -90,7 +90,8 @@ def resolve_model(model: str | None, tokenizer: str | None = None, cache_dir: Pa
     ModelError
         When something is missing or not supported; the message says what to do.
     """
-    path = _default_model() if model is None else _locate(model, "--model")
+    is_default = model is None or (model == DEFAULT_MODEL and not Path(model).exists())
+    path = _default_model() if is_default else _locate(model or "", "--model")
     override = None if tokenizer is None else read_tokenizer_folder(_folder(tokenizer))
     if path.is_file():
         if path.suffix.lower() != ".gguf":

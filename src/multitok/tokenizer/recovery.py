@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -78,10 +78,10 @@ class Recovery:
         The running requests, by number.
     sender : SenderWrapper
         To the schedulers.
-    ranks : int
-        How many there are.
-    resume : callable or None
-        Whether a request that has begun can go on at another life of a scheduler; None: none is to.
+    ranks : sequence of sequence of int
+        Of each model the ranks that serve it: its requests are known to these and are sent to no others.
+    resume : sequence of (callable or None)
+        Of each model, whether a request that has begun can go on at another life of a scheduler; None: none is to.
     patience : float
         Seconds after which a request whose fate nobody can tell is failed. Longer than an engine's step may take: a
         rank does not answer before the step's end.
@@ -92,15 +92,16 @@ class Recovery:
         requests: dict[int, SubRequest],
         sender: SenderWrapper,
         *,
-        ranks: int,
-        resume: Callable[[SamplingParams], bool] | None,
+        ranks: Sequence[Sequence[int]],
+        resume: Sequence[Callable[[SamplingParams], bool] | None],
         patience: float,
     ) -> None:
         self._requests = requests
         self._sender = sender
         self._resume = resume
         self._patience = patience
-        self._ranks_up = set(range(ranks))
+        self._ranks_up = [set(its) for its in ranks]
+        self._model_of = {rank: model for model, its in enumerate(ranks) for rank in its}
         self._dead_lives: dict[int, int] = {}
         self._router_up = True
         # Lost, and waiting for a rank that takes requests.
@@ -132,10 +133,9 @@ class Recovery:
             if timer is not None:
                 timer.cancel()
 
-    @property
-    def any_rank_is_up(self) -> bool:
-        """Whether there is a scheduler to send requests to, as far as this owner has heard."""
-        return bool(self._ranks_up)
+    def any_rank_is_up(self, model: int) -> bool:
+        """Whether there is a scheduler to send a model's requests to, as far as this owner has heard."""
+        return bool(self._ranks_up[model])
 
     def is_late(self, rank: int, life: int) -> bool:
         """Whether a life of a scheduler has said this that is dead: its requests are somebody else's now."""
@@ -145,14 +145,17 @@ class Recovery:
 
     def rank_died(self, rank: int, life: int) -> None:
         """Fail or send again what a scheduler had; find out about the requests that it may have had."""
-        self._ranks_up.discard(rank)
+        model = self._model_of[rank]
+        self._ranks_up[model].discard(rank)
         self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
         unknown = False
         for request in list(self._requests.values()):
+            if request.message.model != model:
+                continue
             # One that failed has taken the others of its call along.
             if request.number not in self._requests or request.number in self._held:
                 continue
-            if request.rank == rank or (request.rank is None and not self._ranks_up):
+            if request.rank == rank or (request.rank is None and not self._ranks_up[model]):
                 self._lost(request, RequestError(503, ENGINE_DIED))
             elif request.rank is None:
                 unknown = True
@@ -160,13 +163,18 @@ class Recovery:
             self._ask()
 
     def rank_started(self, rank: int) -> None:
-        """Send what was held until a scheduler takes requests."""
-        self._ranks_up.add(rank)
+        """Send what was held until a scheduler of its model takes requests."""
+        model = self._model_of[rank]
+        self._ranks_up[model].add(rank)
         held, self._held = self._held, set()
         for number in held:
             # It may have ended in between.
-            if (request := self._requests.get(number)) is not None:
+            if (request := self._requests.get(number)) is None:
+                continue
+            if request.message.model == model:
                 self._send_again(request)
+            else:
+                self._held.add(number)
         if self._resend:
             self._ask_soon()
 
@@ -246,7 +254,7 @@ class Recovery:
     def _ask(self) -> None:
         """Tell all ranks what this owner waits for, and ask what they have of it; this replaces an open question."""
         self._behind = False
-        if not self._router_up or not self._ranks_up:
+        if not self._router_up or not any(self._ranks_up):
             # Whichever starts next has it asked, or sends what is held.
             self._forget_question()
             return
@@ -269,7 +277,7 @@ class Recovery:
             return
         self._retry_delay = _RETRY_S
         had = {request.number: len(request.output_ids) for request in live}
-        self._question = _Question(self._questions, had, resend, set(self._ranks_up))
+        self._question = _Question(self._questions, had, resend, {rank for its in self._ranks_up for rank in its})
         self._after(_ASK_AGAIN_S, self._not_answered, self._question)
 
     def _forget_question(self) -> None:
@@ -338,13 +346,15 @@ class Recovery:
 
     def _lost(self, request: SubRequest, error: RequestError) -> None:
         """Go on with a request that no scheduler has any more, if that is possible."""
+        model = request.message.model
+        resume, is_up = self._resume[model], bool(self._ranks_up[model])
         if request.output_ids:
-            again = self._resume is not None and self._may_resume(self._resume, request.message)
+            again = resume is not None and self._may_resume(resume, request.message)
         else:
-            again = self._resume is not None or bool(self._ranks_up)
+            again = resume is not None or is_up
         if not again:
             self._fail(request, error)
-        elif self._ranks_up:
+        elif is_up:
             self._send_again(request)
         else:
             self._hold(request)
@@ -361,7 +371,8 @@ class Recovery:
 
     def hold_refused(self, request: SubRequest) -> bool:
         """Whether a request that was sent again, and refused since no scheduler is up any more, waits for the next."""
-        if self._resume is None or self._ranks_up or not request.was_sent_again:
+        model = request.message.model
+        if self._resume[model] is None or self._ranks_up[model] or not request.was_sent_again:
             return False
         self._hold(request)
         return True

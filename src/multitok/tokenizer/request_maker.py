@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import msgspec
 
-from multitok.config import ServerArgs
-from multitok.engines.base import EngineInfo
 from multitok.messages.numbers import RequestNumbers
 from multitok.messages.to_scheduler import (
     BatchTokenizedEmbeddingReqInput,
@@ -18,6 +16,7 @@ from multitok.messages.to_scheduler import (
 )
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall
 from multitok.tokenizer.limits import check_prompt, fit_output, fit_prompt
+from multitok.tokenizer.served_model import ServedModel
 
 # Enough ids for whatever a decoder's text depends on: an open character, a run of byte tokens, the first space.
 _TAIL_IDS = 16
@@ -28,33 +27,17 @@ class RequestMaker:
 
     Parameters
     ----------
-    server_args : ServerArgs
-        The user's options.
-    engine_info : EngineInfo
-        What the engine can take.
     numbers : RequestNumbers
         This owner's.
     detokenizers : Iterator of int
         Which detokenizer is next.
-
-    Attributes
-    ----------
-    longest_prompt : int
-        Most ids of a prompt.
     """
 
-    def __init__(
-        self, server_args: ServerArgs, engine_info: EngineInfo, numbers: RequestNumbers, detokenizers: Iterator[int]
-    ) -> None:
-        self._args = server_args
-        self._info = engine_info
+    def __init__(self, numbers: RequestNumbers, detokenizers: Iterator[int]) -> None:
         self._numbers = numbers
         self._detokenizers = detokenizers
-        self.longest_prompt = min(
-            engine_info.context_length, server_args.max_prompt_tokens or engine_info.context_length
-        )
 
-    def generate(self, call: GenerateCall) -> BatchTokenizedGenerateReqInput:
+    def generate(self, call: GenerateCall, model: ServedModel) -> BatchTokenizedGenerateReqInput:
         """Return the requests of a call for generation.
 
         Raises
@@ -62,12 +45,12 @@ class RequestMaker:
         RequestError
             400: a prompt is empty, too long or not of this vocabulary, or leaves too little room.
         """
-        request = call.request
+        request, args, info = call.request, model.args, model.engine_info
         children: list[TokenizedGenerateReqInput] = []
         several = len(call.prompt_ids) * request.n > 1
         for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, self._info.vocab_size, self._args.max_prompt_tokens)
-            params = fit_output(request, len(ids) // 4, self._info.context_length)
+            check_prompt(prompt, ids, info.vocab_size, args.max_prompt_tokens)
+            params = fit_output(request, len(ids) // 4, info.context_length)
             decode_params = DecodeParams(
                 prompt_tail=ids[-4 * _TAIL_IDS :] if request.raw else b"",
                 stop=request.stop or None,
@@ -88,22 +71,23 @@ class RequestMaker:
                         sampling_params=seeded,
                         decode_params=decode_params,
                         detokenizer=next(self._detokenizers),
+                        model=model.index,
                         priority=request.priority,
                         tenant=request.tenant,
-                        timeout=self._timeout(request.timeout),
-                        queue_timeout=self._args.queue_timeout,
+                        timeout=_timeout(request.timeout, args.request_timeout),
+                        queue_timeout=args.queue_timeout,
                         engine_fields=request.engine_fields,
                         resumed_tokens=request.resumed_tokens,
                     )
                 )
         return BatchTokenizedGenerateReqInput(numbers=[c.number for c in children], batch=children)
 
-    def embedding(self, call: EmbeddingCall) -> BatchTokenizedEmbeddingReqInput:
+    def embedding(self, call: EmbeddingCall, model: ServedModel) -> BatchTokenizedEmbeddingReqInput:
         """Return the requests of a call for embeddings, whose prompts are cut where that is wanted; see `generate`."""
-        request = call.request
+        request, args = call.request, model.args
         for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, self._info.vocab_size, None)
-        call.prompt_ids = [fit_prompt(ids, self.longest_prompt, request.truncate) for ids in call.prompt_ids]
+            check_prompt(prompt, ids, model.engine_info.vocab_size, None)
+        call.prompt_ids = [fit_prompt(ids, model.longest_prompt, request.truncate) for ids in call.prompt_ids]
         several = len(call.prompt_ids) > 1
         children = [
             TokenizedEmbeddingReqInput(
@@ -112,18 +96,19 @@ class RequestMaker:
                 group=request.request_id if several else None,
                 input_ids=ids,
                 detokenizer=next(self._detokenizers),
+                model=model.index,
                 priority=request.priority,
                 tenant=request.tenant,
-                timeout=self._timeout(request.timeout),
-                queue_timeout=self._args.queue_timeout,
+                timeout=_timeout(request.timeout, args.request_timeout),
+                queue_timeout=args.queue_timeout,
             )
             for i, ids in enumerate(call.prompt_ids)
         ]
         return BatchTokenizedEmbeddingReqInput(numbers=[c.number for c in children], batch=children)
 
-    def _timeout(self, wanted: float | None) -> float | None:
-        limit = self._args.request_timeout
-        return min(wanted, limit) if wanted is not None and limit is not None else wanted or limit
+
+def _timeout(wanted: float | None, limit: float | None) -> float | None:
+    return min(wanted, limit) if wanted is not None and limit is not None else wanted or limit
 
 
 def _sub_id(request_id: str | None, index: int, several: bool) -> str | None:

@@ -41,6 +41,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     ----------
     prompts : list of (str or bytes)
         Text, or packed int32 ids in native order.
+    model : int
+        Index of the model.
     sampling_params : SamplingParams
         For every sub-request; sub-request i of a prompt gets ``seed + i``.
     max_new_tokens : int or None
@@ -75,6 +77,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     """
 
     prompts: list[str | bytes]
+    model: int = 0
     sampling_params: SamplingParams
     max_new_tokens: int | None = None
     raw: bool = True
@@ -93,12 +96,13 @@ class GenerateInput(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
-    """One call for embeddings: text, or packed int32 ids, one row each.
+    """One call for embeddings by the model of an index: text, or packed int32 ids, one row each.
 
     Text longer than the model's limit is cut when `truncate` is set, else refused.
     """
 
     prompts: list[str | bytes]
+    model: int = 0
     request_id: str | None = None
     id_is_given: bool = False
     truncate: bool = False

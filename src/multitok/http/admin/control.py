@@ -13,7 +13,8 @@ from multitok.engines.base import no_such_operation
 from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
 from multitok.http.limits import check_request_id
-from multitok.http.manager import Manager
+from multitok.http.manager import Manager, Model
+from multitok.http.openai.common import find_model
 from multitok.http.openai.types import Unsupported, UnsupportedFlag, refuse_unsupported, unsupported_fields
 from multitok.http.respond import json_response
 from multitok.messages.control import (
@@ -56,6 +57,12 @@ class Timed(msgspec.Struct, kw_only=True):
     timeout: float | None = None
 
 
+class ForModel(Timed, kw_only=True):
+    """What operations on an engine take: the model's name; without it, the first whose engine has the operation."""
+
+    model: str | None = None
+
+
 class PauseRequest(Timed, kw_only=True):
     """Body of ``/pause_generation``; SGLang's ``in_place`` is ``keep``."""
 
@@ -68,7 +75,7 @@ class ContinueRequest(Timed, kw_only=True):
     torch_empty_cache: bool | None = None
 
 
-class FlushCacheRequest(Timed, kw_only=True):
+class FlushCacheRequest(ForModel, kw_only=True):
     """Body of ``/flush_cache``."""
 
 
@@ -89,7 +96,7 @@ class LoggingRequest(Timed, kw_only=True):
     crash_dump_folder: Unsupported = None
 
 
-class LoadAdapterRequest(Timed, kw_only=True):
+class LoadAdapterRequest(ForModel, kw_only=True):
     """Body of ``/load_lora_adapter``."""
 
     lora_name: str
@@ -104,7 +111,7 @@ class UnloadAdapterRequest(Timed, kw_only=True):
     lora_name: str
 
 
-class UpdateWeightsRequest(Timed, kw_only=True):
+class UpdateWeightsRequest(ForModel, kw_only=True):
     """Body of ``/update_weights_from_disk``; the engine's cache is flushed where it can be."""
 
     model_path: str
@@ -119,7 +126,7 @@ class UpdateWeightsRequest(Timed, kw_only=True):
     manifest: Unsupported = None
 
 
-class StartProfileRequest(Timed, kw_only=True):
+class StartProfileRequest(ForModel, kw_only=True):
     """Body of ``/start_profile``."""
 
     output_dir: str | None = None
@@ -132,7 +139,7 @@ class StartProfileRequest(Timed, kw_only=True):
     record_shapes: UnsupportedFlag = None
 
 
-class StopProfileRequest(Timed, kw_only=True):
+class StopProfileRequest(ForModel, kw_only=True):
     """Body of ``/stop_profile``."""
 
 
@@ -240,7 +247,8 @@ class ControlRoutes:
     async def flush_cache(self, request: Request) -> Response:
         """Serve ``/flush_cache``."""
         body = await _read(FlushCacheRequest, request)
-        return _done("Cache flushed.", await self._engine(FlushCache(), body, QUICK_S))
+        operation = FlushCache(self._model_for(FlushCache, body.model))
+        return _done("Cache flushed.", await self._operate(operation, body, QUICK_S))
 
     async def freeze_gc(self, request: Request) -> Response:
         """Serve ``/freeze_gc``."""
@@ -258,20 +266,21 @@ class ControlRoutes:
         body = await _read(LoadAdapterRequest, request)
         _check_text("lora_name", body.lora_name, _MOST_NAME)
         _check_text("lora_path", body.lora_path, _MOST_PATH)
-        if body.lora_name == self._manager.served_model_name:
-            raise invalid("lora_name", "is the name of the model itself")
-        answer = await self._engine(LoadAdapter(body.lora_name, body.lora_path), body, LONG_S)
-        return _done("The adapter is loaded.", answer, loaded_adapters=self._manager.control.state.adapters)
+        if any(body.lora_name == model.name for model in self._manager.models):
+            raise invalid("lora_name", "is the name of a model")
+        model = self._model_for(LoadAdapter, body.model)
+        answer = await self._operate(LoadAdapter(body.lora_name, body.lora_path, model), body, LONG_S)
+        return _done("The adapter is loaded.", answer, loaded_adapters=self._adapters())
 
     async def unload_adapter(self, request: Request) -> Response:
         """Serve ``/unload_lora_adapter``."""
         body = await _read(UnloadAdapterRequest, request)
-        operation = UnloadAdapter(body.lora_name)
-        self._check_engine_has(operation)
-        if body.lora_name not in self._manager.control.state.adapters:
+        self._model_for(UnloadAdapter, None)
+        adapter = self._manager.control.state.adapters.get(body.lora_name)
+        if adapter is None:
             raise invalid("lora_name", f"no adapter {body.lora_name[:_MOST_NAME]!r} is loaded")
-        answer = await self._operate(operation, body, QUICK_S)
-        return _done("The adapter is unloaded.", answer, loaded_adapters=self._manager.control.state.adapters)
+        answer = await self._operate(UnloadAdapter(body.lora_name, adapter.model), body, QUICK_S)
+        return _done("The adapter is unloaded.", answer, loaded_adapters=self._adapters())
 
     async def update_weights(self, request: Request) -> Response:
         """Serve ``/update_weights_from_disk``."""
@@ -279,13 +288,13 @@ class ControlRoutes:
         _check_text("model_path", body.model_path, _MOST_PATH)
         if body.weight_version is not None:
             _check_text("weight_version", body.weight_version, _MOST_NAME)
-        operation = UpdateWeights(body.model_path, body.weight_version)
-        self._check_engine_has(operation)
+        model = self._model_for(UpdateWeights, body.model)
+        operation = UpdateWeights(body.model_path, body.weight_version, model)
         if body.abort_all_requests:
             await self._operate(AbortMatching(), body, QUICK_S)
         answer = await self._operate(operation, body, LONG_S)
-        if body.flush_cache is not False and name_of(FlushCache()) in self._manager.engine_info.operations:
-            await self._operate(FlushCache(), body, QUICK_S)
+        if body.flush_cache is not False and _has(self._manager.models[model], FlushCache):
+            await self._operate(FlushCache(model), body, QUICK_S)
         return _done("The weights are updated.", answer, num_paused_requests=0)
 
     async def start_profile(self, request: Request) -> Response:
@@ -293,12 +302,14 @@ class ControlRoutes:
         body = await _read(StartProfileRequest, request)
         if body.output_dir is not None:
             _check_text("output_dir", body.output_dir, _MOST_PATH)
-        return _done("Profiling has begun.", await self._engine(StartProfile(body.output_dir), body, QUICK_S))
+        operation = StartProfile(body.output_dir, self._model_for(StartProfile, body.model))
+        return _done("Profiling has begun.", await self._operate(operation, body, QUICK_S))
 
     async def stop_profile(self, request: Request) -> Response:
         """Serve ``/stop_profile``."""
         body = await _read(StopProfileRequest, request)
-        return _done("Profiling has ended.", await self._engine(StopProfile(), body, LONG_S))
+        operation = StopProfile(self._model_for(StopProfile, body.model))
+        return _done("Profiling has ended.", await self._operate(operation, body, LONG_S))
 
     async def abort(self, request: Request) -> Response:
         """Serve ``/abort_request``; an id that is not running is no error, since it may just have ended."""
@@ -320,17 +331,24 @@ class ControlRoutes:
 
     # Inside
 
-    def _check_engine_has(self, operation: EngineOperation) -> None:
-        if name_of(operation) not in self._manager.engine_info.operations:
-            refusal = no_such_operation(self._manager.engine_info, operation)
-            raise RequestError(refusal.status, refusal.message)
+    def _model_for(self, operation: type[EngineOperation], name: str | None) -> int:
+        """Return the index of the model that an operation is for; its engine has it."""
+        models = [find_model(name, self._manager)] if name else self._manager.models
+        for model in models:
+            if _has(model, operation):
+                return model.index
+        refusal = no_such_operation(models[0].engine_info, operation)
+        raise RequestError(refusal.status, refusal.message)
 
-    async def _engine(self, operation: EngineOperation, body: Timed, timeout: float) -> ControlReqOutput:
-        self._check_engine_has(operation)
-        return await self._operate(operation, body, timeout)
+    def _adapters(self) -> dict[str, str]:
+        return {name: adapter.path for name, adapter in self._manager.control.state.adapters.items()}
 
     async def _operate(self, operation: ControlOperation, body: Timed, timeout: float) -> ControlReqOutput:
         return await self._manager.control.operate(operation, timeout if body.timeout is None else body.timeout)
+
+
+def _has(model: Model, operation: type[EngineOperation]) -> bool:
+    return name_of(operation) in model.engine_info.operations
 
 
 async def _read(kind: type[T], request: Request) -> T:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from multitok.http.manager import Manager
-from multitok.http.openai.common import new_request_id
+from multitok.http.manager import Manager, Model
+from multitok.http.openai.common import find_model, new_request_id
 from multitok.http.respond import error_response, json_response
 from multitok.messages.sampling import SamplingParams
 from multitok.tokenizer.requests import (
@@ -66,38 +67,50 @@ class HealthRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Serve ``/ready``."""
-        if self._manager.is_ready():
+        """Serve ``/ready``: whether the model that the query names can be used, or all of them."""
+        if all(model.is_up() for model in self._asked_about(request)):
             return json_response({"status": "ready"})
         return error_response(RequestError(503, "not all parts are up"))
 
     async def health_generate(self, request: Request) -> Response:
-        """Serve ``/health_generate``; a request of its own goes through every part."""
+        """Serve ``/health_generate``; a request of its own goes through every part, for each model or the named one."""
         if self._manager.control.state.paused is not None:
             return error_response(RequestError(503, "generation is paused"))
-        probe = _Probe()
-        submission = None
+        probes = [self._probe(model) for model in self._asked_about(request)]
         try:
-            submission = self._submit(probe)
-            await asyncio.wait_for(probe.done, self._probe_timeout)
+            outcomes = await asyncio.wait_for(asyncio.gather(*probes, return_exceptions=True), self._probe_timeout)
         except TimeoutError:
             return error_response(RequestError(503, f"no token came back within {self._probe_timeout:g} seconds"))
-        except RequestError as error:
-            return error_response(RequestError(503, f"a probe failed: {error.message}"))
-        finally:
-            if submission is not None:
-                submission.abort()
+        for outcome in outcomes:
+            if isinstance(outcome, RequestError):
+                return error_response(RequestError(503, f"a probe failed: {outcome.message}"))
+            if outcome is not None:
+                raise outcome
         return json_response({"status": "ok"})
 
-    def _submit(self, probe: _Probe) -> Submission:
+    def _asked_about(self, request: Request) -> Sequence[Model]:
+        name = request.query_params.get("model")
+        return [find_model(name, self._manager)] if name else self._manager.models
+
+    async def _probe(self, model: Model) -> None:
+        probe = _Probe()
+        submission = self._submit(model, probe)
+        try:
+            await probe.done
+        finally:
+            submission.abort()
+
+    def _submit(self, model: Model, probe: _Probe) -> Submission:
         manager = self._manager
         request_id = new_request_id("health-")
         prompt = array("i", [0]).tobytes()
-        if manager.engine_info.task == "embed":
-            return manager.submit_embedding(EmbeddingInput(prompts=[prompt], request_id=request_id), probe)
-        greedy = {"temperature": 0.0} if "temperature" in manager.engine_info.sampling else {}
+        if model.engine_info.task == "embed":
+            embedding = EmbeddingInput(prompts=[prompt], model=model.index, request_id=request_id)
+            return manager.submit_embedding(embedding, probe)
+        greedy = {"temperature": 0.0} if "temperature" in model.engine_info.sampling else {}
         request = GenerateInput(
             prompts=[prompt],
+            model=model.index,
             sampling_params=SamplingParams(max_new_tokens=1, **greedy),  # type: ignore[arg-type]
             max_new_tokens=1,
             request_id=request_id,

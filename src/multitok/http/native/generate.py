@@ -22,7 +22,7 @@ from multitok.http.engine_fields import read_engine_fields
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
-from multitok.http.manager import Manager
+from multitok.http.manager import Model
 from multitok.http.openai.bounds import (
     MAX_GRAMMAR_CHARACTERS,
     check_copies,
@@ -31,12 +31,11 @@ from multitok.http.openai.bounds import (
     check_nested,
 )
 from multitok.http.openai.common import (
-    check_generator,
     check_priority,
-    check_task,
     check_timeout,
-    choose_model,
+    find_generator,
     set_request_id,
+    with_adapter,
 )
 from multitok.http.openai.logprobs import finite
 from multitok.http.openai.prompts import read_prompts, unpack_ids
@@ -166,12 +165,11 @@ class GenerateRoute(BodyRoute):
         manager, limits = self._manager, self._limits
         body = decode_body(_decoder, exchange.body)
         request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
-        check_generator(body.model, manager)
-        check_task("generate", manager)
+        model, adapter = find_generator(self._adapter(body) or body.model, manager)
         sampling = body.sampling_params or NativeSampling()
         refuse_unsupported(body, _UNSUPPORTED)
         refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING, _PREFIX)
-        info = manager.engine_info
+        info = model.engine_info
         if body.text is not None and body.input_ids is not None:
             raise invalid("input_ids", "can't be combined with text")
         if body.text is not None:
@@ -190,7 +188,7 @@ class GenerateRoute(BodyRoute):
             max_tokens=("max_new_tokens", limit),
             min_tokens=("min_new_tokens", sampling.min_new_tokens),
             grammar=_grammar(sampling, info),
-            context_length=manager.context_length,
+            context_length=model.context_length,
         )
         # What makes a request of many choices.
         several = _PREFIX + "n" if n > 1 else "text" if body.text is not None else "input_ids"
@@ -208,6 +206,7 @@ class GenerateRoute(BodyRoute):
         check_copies(several, prompts, n, params, stop)
         request = GenerateInput(
             prompts=prompts,
+            model=model.index,
             sampling_params=params,
             max_new_tokens=limit,
             n=n,
@@ -219,11 +218,10 @@ class GenerateRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
-            engine_fields=read_engine_fields(body, info),
+            engine_fields=with_adapter(read_engine_fields(body, info), adapter),
             resumed_tokens=_resumed_tokens(body),
         )
-        choose_model(request, self._adapter(body) or body.model, manager)
-        writer = NativeWriter(manager, request_id, body, single and n == 1)
+        writer = NativeWriter(model, request_id, body, single and n == 1)
         return partial(generate, exchange, manager, request, writer)
 
     def _adapter(self, body: GenerateRequest) -> str | None:
@@ -239,7 +237,7 @@ class NativeWriter:
 
     Parameters
     ----------
-    manager : Manager
+    model : Model
         Knows the text of ids.
     request_id : str
         The call's id; choices of a call with several have ``-i`` appended.
@@ -256,10 +254,10 @@ class NativeWriter:
         See `Writer`.
     """
 
-    def __init__(self, manager: Manager, request_id: str, body: GenerateRequest, single: bool) -> None:
+    def __init__(self, model: Model, request_id: str, body: GenerateRequest, single: bool) -> None:
         prompt = "text" if body.text is not None else "input_ids"
         self.names = {"prompt": prompt, "max_tokens": _PREFIX + "max_new_tokens"}
-        self._manager = manager
+        self._model = model
         self._id = request_id
         self._single = single
         self._logprobs = bool(body.return_logprob)
@@ -333,7 +331,7 @@ class NativeWriter:
         return columns
 
     def _logprob(self, token_id: int, logprob: float) -> tuple[float, int, str | None]:
-        text = self._manager.token_text(token_id)[0] if self._with_text else None
+        text = self._model.token_text(token_id)[0] if self._with_text else None
         return finite(logprob), token_id, text
 
 

@@ -12,7 +12,7 @@ from multitok.config import ServerArgs
 from multitok.http.body_route import read_body
 from multitok.http.errors import invalid
 from multitok.http.manager import Manager
-from multitok.http.openai.common import check_model
+from multitok.http.openai.common import find_model
 from multitok.http.openai.prompts import pack_ids, unpack_ids
 from multitok.http.respond import json_response
 
@@ -61,38 +61,36 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Serve ``/tokenize``: ids of a text, or of each text of a list."""
-        manager = self._manager
         body = await read_body(_tokenize_decoder, request)
-        check_model(body.model, manager)
+        model = find_model(body.model, self._manager)
         specials = body.add_special_tokens is not False
         tokens: list[int] | list[list[int]]
         count: int | list[int]
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         self._check_count("prompt", texts)
-        rows = [unpack_ids(ids) for ids in await manager.tokenize(texts, specials)]
+        rows = [unpack_ids(ids) for ids in await model.tokenize(texts, specials)]
         if isinstance(body.prompt, str):
             tokens, count = rows[0], len(rows[0])
         else:
             tokens, count = rows, [len(row) for row in rows]
-        return json_response({"tokens": tokens, "count": count, "max_model_len": manager.context_length})
+        return json_response({"tokens": tokens, "count": count, "max_model_len": model.context_length})
 
     async def detokenize(self, request: Request) -> Response:
         """Serve ``/detokenize``: text of ids, or of each list of ids."""
-        manager = self._manager
         body = await read_body(_detokenize_decoder, request)
-        check_model(body.model, manager)
+        model = find_model(body.model, self._manager)
         skip = body.skip_special_tokens is not False
         flat = [item for item in body.tokens if isinstance(item, int)]
         rows = [item for item in body.tokens if isinstance(item, list)]
         if flat and rows:
             raise invalid("tokens", "must not mix ids with lists of ids")
         self._check_count("tokens", rows)
-        vocab_size = manager.engine_info.vocab_size
+        vocab_size = model.engine_info.vocab_size
         total = sum(map(len, rows)) + len(flat)
         if total > MOST_IDS:
             raise invalid("tokens", f"has {total} ids; at most {MOST_IDS} are allowed")
         for i, row in enumerate(rows or [flat]):
             if row:
                 pack_ids(row, vocab_size, f"tokens[{i}]" if rows else "tokens")
-        texts = await asyncio.gather(*(manager.detokenize(row, skip) for row in rows or [flat]))
+        texts = await asyncio.gather(*(model.detokenize(row, skip) for row in rows or [flat]))
         return json_response({"text": texts if rows else texts[0]})

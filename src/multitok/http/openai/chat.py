@@ -16,18 +16,17 @@ from multitok.http.engine_fields import passed_back, read_engine_fields, with_pa
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
-from multitok.http.manager import Manager
+from multitok.http.manager import Model
 from multitok.http.openai.bounds import MAX_TEMPLATE_CHARACTERS, check_copies, check_logprobs, check_nested
 from multitok.http.openai.common import (
-    check_generator,
     check_priority,
-    check_task,
     check_timeout,
-    choose_model,
+    find_generator,
     finish_reason,
     set_request_id,
     stop_reason,
     wants_usage,
+    with_adapter,
 )
 from multitok.http.openai.logprobs import chat_logprobs, chat_logprobs_parts
 from multitok.http.openai.messages import check_messages
@@ -63,10 +62,9 @@ class ChatRoute(BodyRoute):
         request_id = set_request_id(
             exchange, "chatcmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
-        check_generator(body.model, manager)
-        check_task("generate", manager)
+        model, adapter = find_generator(body.model, manager)
         refuse_unsupported(body, _UNSUPPORTED)
-        info = manager.engine_info
+        info = model.engine_info
         if body.max_completion_tokens is not None:
             limit = ("max_completion_tokens", body.max_completion_tokens)
         else:
@@ -77,7 +75,7 @@ class ChatRoute(BodyRoute):
             max_tokens=limit,
             min_tokens=("min_tokens", body.min_tokens),
             grammar=read_response_format(body.response_format, info),
-            context_length=manager.context_length,
+            context_length=model.context_length,
         )
         n = read_n(body.n, 1, limits.max_prompts)
         top = body.top_logprobs or 0
@@ -86,11 +84,12 @@ class ChatRoute(BodyRoute):
             params = with_logprobs(params, top, info, "top_logprobs" if top else "logprobs", "logprobs")
         elif top:
             raise invalid("top_logprobs", "needs logprobs to be true")
-        prompts: list[str | bytes] = [render_chat(body, manager, in_thread)]
+        prompts: list[str | bytes] = [render_chat(body, model, in_thread)]
         stop = read_stop(body.stop, limits.max_stop_strings)
         check_copies("n", prompts, n, params, stop)
         request = GenerateInput(
             prompts=prompts,
+            model=model.index,
             sampling_params=params,
             max_new_tokens=limit[1],
             raw=False,
@@ -104,21 +103,20 @@ class ChatRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
-            engine_fields=read_engine_fields(body, info),
+            engine_fields=with_adapter(read_engine_fields(body, info), adapter),
         )
-        model = choose_model(request, body.model, manager)
-        writer = ChatWriter(manager, model, request_id, body, n, wants_usage(body))
+        writer = ChatWriter(model, adapter or model.name, request_id, body, n, wants_usage(body))
         return partial(generate, exchange, manager, request, writer)
 
 
-def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
+def render_chat(body: ChatRequest, model: Model, in_thread: bool) -> str:
     """Render a conversation with the model's template.
 
     Parameters
     ----------
     body : ChatRequest
         Holds the conversation.
-    manager : Manager
+    model : Model
         Has the template.
     in_thread : bool
         Whether it may take long.
@@ -132,10 +130,10 @@ def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
     """
     if len(body.messages) > _MANY_MESSAGES and not in_thread:
         raise TakesLong
-    check_messages(body.messages, manager.context_length)
-    template = manager.chat_template
+    check_messages(body.messages, model.context_length)
+    template = model.chat_template
     if template is None:
-        raise RequestError(400, "the model has no chat template; use /v1/completions", "messages")
+        raise RequestError(400, f"the model {model.name!r} has no chat template; use /v1/completions", "messages")
     going_on = bool(body.continue_final_message)
     opening = body.add_generation_prompt
     if going_on and opening:
@@ -149,7 +147,7 @@ def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
     last = body.messages[-1].get("content")
     if isinstance(last, str) and len(last) > LARGE_BODY and template.keeps_text:
         # Rendering megabytes holds the interpreter's lock for longer than counting them.
-        manager.check_text(last.strip())
+        model.check_text(last.strip())
     try:
         with time_limit(MOST_SECONDS if in_thread else INLINE_SECONDS):
             return template.render(
@@ -169,10 +167,10 @@ class ChatWriter:
 
     Parameters
     ----------
-    manager : Manager
+    model : Model
         Knows the text of ids.
-    model : str
-        Name in the answer.
+    name : str
+        In the answer: the model's, or its adapter's.
     request_id : str
         `id` of the answer.
     body : ChatRequest
@@ -190,10 +188,10 @@ class ChatWriter:
         See `Writer`.
     """
 
-    def __init__(self, manager: Manager, model: str, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
+    def __init__(self, model: Model, name: str, request_id: str, body: ChatRequest, n: int, usage: bool) -> None:
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self.names = {"prompt": "messages", "max_tokens": limit}
-        self._manager = manager
+        self._model = model
         self.submission: Submission | None = None
         self._n = n
         self._usage = usage
@@ -201,7 +199,7 @@ class ChatWriter:
         self._logprobs = bool(body.logprobs)
         self._top = body.top_logprobs or 0
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": name}
         self._open = encode_json(fields)[:-1]
         self._detailed = self._ids or self._logprobs
         self._passed_back = b""
@@ -236,11 +234,11 @@ class ChatWriter:
         choice: dict[str, object] = {
             "index": output.index,
             "delta": {"content": text} if text else {},
-            "logprobs": chat_logprobs(output, self._top, self._manager) if self._logprobs else None,
+            "logprobs": chat_logprobs(output, self._top, self._model) if self._logprobs else None,
             "finish_reason": finish_reason(output.finish),
         }
         if output.finish is not None:
-            choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
+            choice["stop_reason"] = stop_reason(output.finish, self._model.engine_info.eos_token_ids)
         if self._ids:
             choice["token_ids"] = unpack_ids(output.output_ids)
         return with_passed_back(self._head, output) + encode_json(choice) + self._tail
@@ -266,13 +264,13 @@ class ChatWriter:
             "index": output.index,
             "message": {"role": "assistant", "content": output.text, "refusal": None},
             "finish_reason": finish_reason(output.finish),
-            "stop_reason": stop_reason(output.finish, self._manager.engine_info.eos_token_ids),
+            "stop_reason": stop_reason(output.finish, self._model.engine_info.eos_token_ids),
         }
         if self._ids:
             choice["token_ids"] = unpack_ids(output.output_ids)
         yield encode_json(choice)[:-1] + b',"logprobs":'
         if self._logprobs:
-            yield from chat_logprobs_parts(output, self._top, self._manager)
+            yield from chat_logprobs_parts(output, self._top, self._model)
         else:
             yield b"null"
         yield b"}"

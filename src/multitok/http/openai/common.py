@@ -1,4 +1,4 @@
-"""What chat completions, completions and embeddings share: model name, request id, stream options."""
+"""What chat completions, completions and embeddings share: the model, request id, stream options."""
 
 from __future__ import annotations
 
@@ -6,66 +6,60 @@ import os
 
 import msgspec
 
+from multitok.engines.base import Task
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.limits import check_request_id
-from multitok.http.manager import Manager
+from multitok.http.manager import Manager, Model
 from multitok.http.openai.sampling import INT32_MAX
 from multitok.http.openai.types import OpenAIFields, StreamOptions, refuse_unsupported, unsupported_fields
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import EngineFields
-from multitok.tokenizer.requests import GenerateInput, RequestError
+from multitok.tokenizer.requests import RequestError
 
 _STREAM_OPTIONS = unsupported_fields(StreamOptions)
 
 
-def check_model(model: str | None, manager: Manager) -> None:
-    """Refuse the name of another model; a request without a name means the one that is served.
+def find_model(name: str | None, manager: Manager, task: Task | None = None) -> Model:
+    """Return the model that a request is for.
+
+    Parameters
+    ----------
+    name : str or None
+        Its name; without one it is the first that does the task.
+    manager : Manager
+        Has the models.
+    task : {'generate', 'embed'} or None
+        What it must be able to do.
 
     Raises
     ------
     RequestError
-        404.
+        404: no model has this name; 400: it does something else.
     """
-    if model and model != manager.served_model_name:
-        raise RequestError(404, f"the model {model[:200]!r} does not exist", "model")
+    models = [model for model in manager.models if not name or model.name == name]
+    if not models:
+        raise RequestError(404, f"the model {(name or '')[:200]!r} does not exist", "model")
+    for model in models:
+        if task in (None, model.engine_info.task):
+            return model
+    can = "generate text" if task == "generate" else "make embeddings"
+    raise RequestError(400, f"the model {models[0].name!r} does not {can}", "model")
 
 
-def choose_model(request: GenerateInput, model: str | None, manager: Manager) -> str:
-    """Settle who answers a request for generation: the model, or one of its LoRA adapters.
-
-    Parameters
-    ----------
-    request : GenerateInput
-        Told the adapter.
-    model : str or None
-        As the client says; `check_generator` has taken it.
-    manager : Manager
-        Knows both.
-
-    Returns
-    -------
-    str
-        The name in the answer.
-    """
-    if not model or model == manager.served_model_name:
-        return manager.served_model_name
-    request.engine_fields = msgspec.structs.replace(request.engine_fields or EngineFields(), adapter=model)
-    return model
+def find_generator(name: str | None, manager: Manager) -> tuple[Model, str | None]:
+    """Return the model that a generation is for, and which of its LoRA adapters; see `find_model`."""
+    adapter = manager.control.state.adapters.get(name) if name else None
+    if adapter is None:
+        return find_model(name, manager, "generate"), None
+    return manager.models[adapter.model], name
 
 
-def check_generator(model: str | None, manager: Manager) -> None:
-    """Refuse the name of another model, of which none of the loaded adapters has it; see `check_model`."""
-    if model not in manager.control.state.adapters:
-        check_model(model, manager)
-
-
-def check_task(task: str, manager: Manager) -> None:
-    """Refuse a generation by an encoder, and an embedding by a generator."""
-    info = manager.engine_info
-    if info.task != task:
-        can = "generate text" if task == "generate" else "make embeddings"
-        raise RequestError(400, f"the model {manager.served_model_name!r} does not {can}", "model")
+def with_adapter(fields: EngineFields | None, adapter: str | None) -> EngineFields | None:
+    """Return what the engine is told, and with which adapter."""
+    if adapter is None:
+        return fields
+    return msgspec.structs.replace(fields or EngineFields(), adapter=adapter)
 
 
 def new_request_id(prefix: str) -> str:

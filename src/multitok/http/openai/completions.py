@@ -16,18 +16,17 @@ from multitok.http.engine_fields import passed_back, read_engine_fields, with_pa
 from multitok.http.errors import invalid
 from multitok.http.exchange import HttpExchange
 from multitok.http.generation import generate
-from multitok.http.manager import Manager
+from multitok.http.manager import Model
 from multitok.http.openai.bounds import check_copies, check_logprobs
 from multitok.http.openai.common import (
-    check_generator,
     check_priority,
-    check_task,
     check_timeout,
-    choose_model,
+    find_generator,
     finish_reason,
     set_request_id,
     stop_reason,
     wants_usage,
+    with_adapter,
 )
 from multitok.http.openai.logprobs import CompletionLogprobs, completion_logprobs, completion_logprobs_parts
 from multitok.http.openai.prompts import read_prompts, unpack_ids
@@ -60,10 +59,9 @@ class CompletionRoute(BodyRoute):
         request_id = set_request_id(
             exchange, "cmpl-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
-        check_generator(body.model, manager)
-        check_task("generate", manager)
+        model, adapter = find_generator(body.model, manager)
         refuse_unsupported(body, _UNSUPPORTED)
-        info = manager.engine_info
+        info = model.engine_info
         prompts = read_prompts(body.prompt, "prompt", info.vocab_size, limits)
         n = read_n(body.n, len(prompts), limits.max_prompts)
         if body.best_of is not None and body.best_of != n:
@@ -75,7 +73,7 @@ class CompletionRoute(BodyRoute):
             max_tokens=("max_tokens", max_tokens),
             min_tokens=("min_tokens", body.min_tokens),
             grammar=read_response_format(body.response_format, info),
-            context_length=manager.context_length,
+            context_length=model.context_length,
         )
         if body.logprobs is not None:
             if body.echo:
@@ -93,6 +91,7 @@ class CompletionRoute(BodyRoute):
         check_copies("n" if n > 1 else "prompt", prompts, n, params, stop)
         request = GenerateInput(
             prompts=prompts,
+            model=model.index,
             sampling_params=params,
             max_new_tokens=max_tokens,
             n=n,
@@ -105,19 +104,20 @@ class CompletionRoute(BodyRoute):
             priority=check_priority(body.priority),
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
-            engine_fields=read_engine_fields(body, info),
+            engine_fields=with_adapter(read_engine_fields(body, info), adapter),
         )
-        model = choose_model(request, body.model, manager)
-        writer = CompletionWriter(manager, model, request_id, body, n, wants_usage(body))
+        writer = CompletionWriter(model, adapter or model.name, request_id, body, n, wants_usage(body))
         if body.echo and not all(isinstance(prompt, str) for prompt in prompts):
-            return lambda: exchange.run(self._echo_ids(exchange, request, writer))
+            return lambda: exchange.run(self._echo_ids(exchange, model, request, writer))
         if body.echo:
             writer.echo = prompts  # type: ignore[assignment]
         return partial(generate, exchange, manager, request, writer)
 
-    async def _echo_ids(self, exchange: HttpExchange, request: GenerateInput, writer: CompletionWriter) -> None:
+    async def _echo_ids(
+        self, exchange: HttpExchange, model: Model, request: GenerateInput, writer: CompletionWriter
+    ) -> None:
         """Find the text of prompts that were given as ids, then go on; rare enough for a task."""
-        decode = self._manager.detokenize
+        decode = model.detokenize
         writer.echo = await asyncio.gather(
             *(decode(unpack_ids(ids), request.skip_special_tokens) for ids in request.prompts if isinstance(ids, bytes))
         )
@@ -129,10 +129,10 @@ class CompletionWriter:
 
     Parameters
     ----------
-    manager : Manager
+    model : Model
         Knows the text of ids.
-    model : str
-        Name in the answer.
+    name : str
+        In the answer: the model's, or its adapter's.
     request_id : str
         `id` of the answer.
     body : CompletionRequest
@@ -154,10 +154,8 @@ class CompletionWriter:
 
     names: Mapping[str, str] = {}
 
-    def __init__(
-        self, manager: Manager, model: str, request_id: str, body: CompletionRequest, n: int, usage: bool
-    ) -> None:
-        self._manager = manager
+    def __init__(self, model: Model, name: str, request_id: str, body: CompletionRequest, n: int, usage: bool) -> None:
+        self._model = model
         self._n = n
         self._usage = usage
         self._ids = bool(body.return_token_ids)
@@ -169,7 +167,7 @@ class CompletionWriter:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
         kind = "text_completion"
-        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+        fields = {"id": request_id, "object": kind, "created": int(time.time()), "model": name}
         self._open = encode_json(fields)[:-1]
         self._head = b"data: " + self._open + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
@@ -197,7 +195,7 @@ class CompletionWriter:
 
     def _new_logprobs(self, output: GenerateOutput, k: int) -> CompletionLogprobs | None:
         index = output.index
-        logprobs = completion_logprobs(output, k, self._manager, self._offsets.get(index, 0))
+        logprobs = completion_logprobs(output, k, self._model, self._offsets.get(index, 0))
         if logprobs is not None and logprobs.tokens:
             self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return logprobs
@@ -226,7 +224,7 @@ class CompletionWriter:
         if self._logprobs is None:
             yield b"null"
         else:
-            yield from completion_logprobs_parts(output, self._logprobs, self._manager)
+            yield from completion_logprobs_parts(output, self._logprobs, self._model)
         yield b"}"
 
     def _choice(self, output: GenerateOutput) -> dict[str, object]:
@@ -238,7 +236,7 @@ class CompletionWriter:
             text = self.echo[index // self._n] + text
         choice: dict[str, object] = {"index": index, "text": text, "finish_reason": finish_reason(output.finish)}
         if output.finish is not None:
-            choice["stop_reason"] = stop_reason(output.finish, self._manager.engine_info.eos_token_ids)
+            choice["stop_reason"] = stop_reason(output.finish, self._model.engine_info.eos_token_ids)
         if self._ids:
             choice["token_ids"] = unpack_ids(output.output_ids)
             if begins and self.submission:

@@ -12,7 +12,7 @@ from multitok.http.body_route import BodyRoute, Start
 from multitok.http.decode import decode_body
 from multitok.http.errors import invalid, named_for
 from multitok.http.exchange import HttpExchange
-from multitok.http.openai.common import check_model, check_priority, check_task, check_timeout, set_request_id
+from multitok.http.openai.common import check_priority, check_timeout, find_model, set_request_id
 from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.types import EmbeddingRequest, refuse_unsupported, unsupported_fields
 from multitok.http.parts import joined_parts, respond_in_parts
@@ -34,10 +34,9 @@ class EmbeddingRoute(BodyRoute):
         request_id = set_request_id(
             exchange, "embd-", limits.max_request_id_length, rid=body.rid, request_id=body.request_id
         )
-        check_model(body.model, manager)
-        check_task("embed", manager)
+        model = find_model(body.model, manager, "embed")
         refuse_unsupported(body, _UNSUPPORTED)
-        info = manager.engine_info
+        info = model.engine_info
         if body.encoding_format not in (None, "float", "base64"):
             raise invalid("encoding_format", "must be float or base64")
         if body.dimensions is not None and body.dimensions != info.embedding_size:
@@ -45,6 +44,7 @@ class EmbeddingRoute(BodyRoute):
         prompts = read_prompts(body.input, "input", info.vocab_size, limits)
         request = EmbeddingInput(
             prompts=prompts,
+            model=model.index,
             request_id=request_id,
             id_is_given=exchange.id_is_given,
             truncate=bool(body.truncate),
@@ -52,9 +52,7 @@ class EmbeddingRoute(BodyRoute):
             tenant=exchange.tenant,
             timeout=check_timeout(body.timeout),
         )
-        sink = EmbeddingCollector(
-            exchange, len(prompts), body.encoding_format == "base64", manager.served_model_name, request_id
-        )
+        sink = EmbeddingCollector(exchange, len(prompts), body.encoding_format == "base64", model.name, request_id)
 
         def start() -> None:
             try:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import msgspec
 
-from multitok.http.manager import Manager
+from multitok.http.manager import Model
 from multitok.http.parts import list_parts
 from multitok.tokenizer.requests import GenerateOutput
 
@@ -42,7 +42,7 @@ def _tops(output: GenerateOutput, ids: list[int], k: int) -> Iterator[list[tuple
     return ([pair] for pair in zip(ids, output.logprobs or [], strict=False))
 
 
-def chat_logprobs(output: GenerateOutput, k: int, manager: Manager) -> dict[str, object] | None:
+def chat_logprobs(output: GenerateOutput, k: int, model: Model) -> dict[str, object] | None:
     """Make the ``logprobs`` object of a chat choice.
 
     Parameters
@@ -51,27 +51,27 @@ def chat_logprobs(output: GenerateOutput, k: int, manager: Manager) -> dict[str,
         News of the choice.
     k : int
         Likeliest ids per position.
-    manager : Manager
+    model : Model
         Knows the text of an id.
     """
     if output.logprobs is None:
         return None
-    return {"content": list(_chat_content(output, k, manager)), "refusal": None}
+    return {"content": list(_chat_content(output, k, model)), "refusal": None}
 
 
-def chat_logprobs_parts(output: GenerateOutput, k: int, manager: Manager) -> Iterator[bytes]:
+def chat_logprobs_parts(output: GenerateOutput, k: int, model: Model) -> Iterator[bytes]:
     """JSON of `chat_logprobs`, in parts."""
     if output.logprobs is None:
         yield b"null"
         return
     yield b'{"content":'
-    yield from list_parts(_chat_content(output, k, manager))
+    yield from list_parts(_chat_content(output, k, model))
     yield b',"refusal":null}'
 
 
-def _chat_content(output: GenerateOutput, k: int, manager: Manager) -> Iterator[dict[str, object]]:
+def _chat_content(output: GenerateOutput, k: int, model: Model) -> Iterator[dict[str, object]]:
     def entry(token_id: int, logprob: float) -> dict[str, object]:
-        text, raw = manager.token_text(token_id)
+        text, raw = model.token_text(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
 
     ids = _ids(output)
@@ -79,7 +79,7 @@ def _chat_content(output: GenerateOutput, k: int, manager: Manager) -> Iterator[
         yield {**entry(token_id, logprob), "top_logprobs": [entry(*pair) for pair in top]}
 
 
-def completion_logprobs(output: GenerateOutput, k: int, manager: Manager, offset: int) -> CompletionLogprobs | None:
+def completion_logprobs(output: GenerateOutput, k: int, model: Model, offset: int) -> CompletionLogprobs | None:
     """Make the ``logprobs`` object of a completion choice.
 
     Parameters
@@ -88,7 +88,7 @@ def completion_logprobs(output: GenerateOutput, k: int, manager: Manager, offset
         News of the choice.
     k : int
         Likeliest ids per position.
-    manager : Manager
+    model : Model
         Knows the text of an id.
     offset : int
         Length of the text of all tokens before.
@@ -96,18 +96,18 @@ def completion_logprobs(output: GenerateOutput, k: int, manager: Manager, offset
     if output.logprobs is None:
         return None
     ids = _ids(output)
-    tokens = [manager.token_text(token_id)[0] for token_id in ids]
+    tokens = [model.token_text(token_id)[0] for token_id in ids]
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += len(token)
     tops = [
-        {manager.token_text(token_id)[0]: finite(logprob) for token_id, logprob in top} for top in _tops(output, ids, k)
+        {model.token_text(token_id)[0]: finite(logprob) for token_id, logprob in top} for top in _tops(output, ids, k)
     ]
     return CompletionLogprobs(tokens, [finite(logprob) for logprob in output.logprobs], tops if k else None, offsets)
 
 
-def completion_logprobs_parts(output: GenerateOutput, k: int, manager: Manager) -> Iterator[bytes]:
+def completion_logprobs_parts(output: GenerateOutput, k: int, model: Model) -> Iterator[bytes]:
     """JSON of the whole `completion_logprobs` of a choice, in parts."""
     if output.logprobs is None:
         yield b"null"
@@ -115,7 +115,7 @@ def completion_logprobs_parts(output: GenerateOutput, k: int, manager: Manager) 
     ids = _ids(output)
 
     def text(token_id: int) -> str:
-        return manager.token_text(token_id)[0]
+        return model.token_text(token_id)[0]
 
     yield b'{"tokens":'
     yield from list_parts(map(text, ids))
