@@ -151,7 +151,7 @@ def test_headers_carry_the_hashes_of_prompts_where_they_are_wanted(wanted):
     ]
     socket = RecordingSocket()
     message = BatchTokenizedGenerateReqInput(numbers=[0, 1, 2, 3], batch=children)
-    SenderWrapper(socket, "w2.1", TOKEN, ranks=2, hash_prefixes=wanted).send(message)
+    SenderWrapper(socket, "w2.1", TOKEN, ranks=[[0, 1]], hash_prefixes=wanted).send(message)
     headers: FrameDecoder[Header] = FrameDecoder(TOKEN, Header)
     sent = [headers.decode(frame).prefix_hashes for frame in socket.sent[0][::2]]
     assert sent == [prefix_hashes(prompt) if wanted else None for prompt in prompts]
