@@ -31,10 +31,10 @@ serve: install  ## start the server; options by ARGS="--tokenizer-worker-num 4"
 	$(BIN)/multitok serve $(ARGS)
 
 test: $(VENV)/.installed-test  ## install what tests need and run them
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/python tests/run.py $(ARGS)
 
 test-all: $(VENV)/.installed-test  ## the tests that take long, too
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/python tests/run.py --all $(ARGS)
 
 fuzz: $(VENV)/.installed-test  ## fuzz for FUZZ_SECONDS=600 in all, and explore the API as long
 	-$(BIN)/pip install --quiet --group fuzz
