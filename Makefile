@@ -34,10 +34,10 @@ serve: install  ## start the server; options by ARGS="--tokenizer-worker-num 4"
 	$(BIN)/multitok serve $(ARGS)
 
 test: $(VENV)/.installed-test  ## install what tests need and run them
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/python tests/run.py $(ARGS)
 
 test-all: $(VENV)/.installed-test  ## the tests that take long, too
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/python tests/run.py --all $(ARGS)
 
 # SGLang stays where the user has it: this environment sees it through a .pth file, and adds what multitok needs.
 .venv-sglang/.installed: pyproject.toml

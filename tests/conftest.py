@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from parts import Site
+
+# What `make test` takes; without it, there are as many examples as a test says.
+settings.register_profile("quick", max_examples=40)
 
 
 @pytest.fixture

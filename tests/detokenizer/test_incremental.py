@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers_under_test import NAMES, REAL, STRATEGIES, STRIPPING, odd, tokenizer_named
 
+from examples import examples
 from multitok.detokenizer import incremental, table_states
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.verify import PROBES
 
 every_tokenizer = pytest.mark.parametrize("name", NAMES)
 real_tokenizer = pytest.mark.parametrize("name", list(REAL))
-relaxed = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.too_slow])
 
 
 @cache
@@ -178,7 +179,7 @@ def test_byte_fallback_holds_only_an_open_run(name, data):
 
 
 @given(data=st.binary(max_size=40), cuts=cut_lists)
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 def test_any_bytes_are_what_a_lossy_decoding_of_all_of_them_gives(data, cuts):
     tokenizer = tokenizer_named("trained-byte-level")
     letters = {byte: letter for letter, byte in table_states.BYTE_ALPHABET.items()}

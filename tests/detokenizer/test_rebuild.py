@@ -11,6 +11,7 @@ from test_incremental import decoder_named, id_lists
 from test_step import DECODER, batch, only, row, texts
 from tokenizers_under_test import NAMES, tokenizer_named
 
+from examples import examples
 from multitok.detokenizer.step import DetokenizerStep
 from multitok.messages.base import FinishReason
 from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras
@@ -102,7 +103,9 @@ def runs(draw, name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(
+    deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 def test_text_before_and_after_a_rebuild_is_that_of_an_undisturbed_run(name, data):
     ids, params, cuts = data.draw(runs(name))
     decoder = decoder_named(name)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from multitok.detokenizer.stop_strings import StopMatcher
 
 
@@ -35,7 +36,7 @@ stop_lists = st.lists(st.text(alphabet=letters, min_size=1, max_size=5), max_siz
 
 
 @given(pieces=pieces, stops=stop_lists)
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=examples(1000))
 def test_any_split_gives_what_the_rule_says_and_holds_no_more_than_it_must(pieces, stops):
     text = "".join(pieces)
     cut, stop = specified(text, stops)
@@ -55,7 +56,7 @@ def test_any_split_gives_what_the_rule_says_and_holds_no_more_than_it_must(piece
 
 
 @given(text=st.text(alphabet=letters, max_size=30), stops=stop_lists)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_one_piece_and_single_characters_agree(text, stops):
     whole, single = StopMatcher(stops), StopMatcher(stops)
     at_once, found = whole.push(text)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from multitok.http import large_body
 from multitok.http.decode import decode_body
 from multitok.http.large_body import LongTexts
@@ -36,7 +37,7 @@ def _in_pieces(body: bytes) -> tuple[Any, int]:
     return texts.put_back(msgspec.json.decode(texts.rest)), len(texts.rest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=_TEXTS, before=_TEXTS, ascii_only=st.booleans(), field=st.sampled_from(["content", "other"]))
 def test_pieces_are_what_the_whole_is(small_pieces, text, before, ascii_only, field):
     value = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import zmq
 from server import STOP_S, Server, eventually
 
 from multitok.config import PortArgs
@@ -17,8 +17,8 @@ from multitok.messages.codec import FrameDecoder
 from multitok.messages.to_scheduler import GetInternalStateReq
 from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
 
-# No worker's: they begin with w and a number.
-_ADDRESS = "test"
+# No worker's: they begin with w and a number. None is used again: what is sent to one that was closed may be lost.
+_ADDRESSES = (f"test{number}" for number in itertools.count())
 
 
 class _Sender:
@@ -34,24 +34,18 @@ class _Sender:
 
 
 @contextmanager
-def _asking(server: Server) -> Iterator[tuple[PortArgs, SenderWrapper, zmq.Socket[bytes]]]:
+def _asking(server: Server) -> Iterator[Callable[[], list[GetInternalStateReqOutput]]]:
+    """Ask the schedulers what they say of themselves."""
     (block,) = [name for name in server.blocks() if name.endswith("-port_args")]
     ports = read_from_shared_memory(block, PortArgs)
-    inbox = bind_pull(ports.endpoint(_ADDRESS))
-    sender = _Sender(ports)
-    try:
-        yield ports, SenderWrapper(sender, _ADDRESS, ports.start_token), inbox
-    finally:
-        for socket in [inbox, *sender.sockets]:
-            socket.close()
-        Path(ports.runtime_dir, _ADDRESS).unlink(missing_ok=True)
+    address = next(_ADDRESSES)
+    inbox = bind_pull(ports.endpoint(address))
+    sockets = _Sender(ports)
+    sender = SenderWrapper(sockets, address, ports.start_token)
+    decoder: FrameDecoder[ToTokenizer] = FrameDecoder(ports.start_token, ToTokenizer)
 
-
-def internal_states(server: Server) -> list[GetInternalStateReqOutput]:
-    """Return what each scheduler says of itself."""
-    with _asking(server) as (ports, sender, inbox):
+    def ask() -> list[GetInternalStateReqOutput]:
         sender.send(GetInternalStateReq(number=1))
-        decoder: FrameDecoder[ToTokenizer] = FrameDecoder(ports.start_token, ToTokenizer)
         states: list[GetInternalStateReqOutput] = []
         while len(states) < len(ports.scheduler_ipc_names):
             assert inbox.poll(int(STOP_S * 1000)), "a scheduler does not answer"
@@ -63,16 +57,24 @@ def internal_states(server: Server) -> list[GetInternalStateReqOutput]:
                 states.append(state)
         return states
 
+    try:
+        yield ask
+    finally:
+        for socket in [inbox, *sockets.sockets]:
+            socket.close()
+        Path(ports.runtime_dir, address).unlink(missing_ok=True)
+
 
 def wait_until_nothing_is_held(server: Server, within: float) -> None:
     """Wait until no table of a scheduler or of an HTTP worker has a request in it."""
 
-    def empty() -> bool:
-        states = internal_states(server)
-        return not any(state.running or state.queued or state.unacknowledged for state in states)
-
     server.wait_until_idle(within)
-    eventually(empty, within, "the schedulers have forgotten all requests")
+    with _asking(server) as ask:
+        eventually(
+            lambda: not any(state.running or state.queued or state.unacknowledged for state in ask()),
+            within,
+            "the schedulers have forgotten all requests",
+        )
     for name, figures in server.processes().items():
         role, _, worker = name.partition(":")
         if role != "tokenizer_worker":

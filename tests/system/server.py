@@ -303,6 +303,11 @@ class Server:
         ranks = [figures for name, figures in self.processes().items() if name.startswith("scheduler")]
         return sum(rank["load"] for rank in ranks), sum(rank["waiting"] for rank in ranks)
 
+    def wait_until_served(self, within: float = DEATH_S) -> None:
+        """Wait until no request is refused any more: the parts hear of a new scheduler one after the other."""
+        body = {"prompt": "a", "max_tokens": 1}
+        eventually(lambda: self.http.post("/v1/completions", json=body).status_code == 200, within, "served again")
+
     def wait_for_load(self, running: int, waiting: int = 0, within: float = STOP_S) -> None:
         eventually(lambda: self.load() == (running, waiting), within, f"{running} running, {waiting} waiting")
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,37 +171,58 @@ def test_worker_that_dies_while_there_is_no_fork_server_is_replaced() -> None:
             )
 
 
+# For all tests that leave them as they were.
+@pytest.fixture(scope="module")
+def one_worker() -> Iterator[Server]:
+    with Server(*_SLOW) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def two_workers() -> Iterator[Server]:
+    with Server(*_SLOW, *workers(2), "--detokenizer-worker-num", "2") as server:
+        yield server
+
+
 PARTS = [
-    *(("scheduler:0", 1, 1), ("scheduler:0", 2, 2), ("detokenizer:0", 1, 1), ("detokenizer:1", 2, 2)),
-    *(("router", 2, 1), ("fork_server", 2, 1), ("tokenizer_worker:1", 1, 1), ("tokenizer_worker:2", 2, 1)),
+    *(("one_worker", part) for part in ("scheduler:0", "detokenizer:0", "tokenizer_worker:1")),
+    *(
+        ("two_workers", part)
+        for part in ("scheduler:0", "detokenizer:1", "router", "fork_server", "tokenizer_worker:2")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("part", "http_workers", "detokenizers"), PARTS)
+@pytest.mark.parametrize(("servers", "part"), [(servers, part) for servers in PARTS for part in PARTS[servers]])
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSTOP])
 def test_part_is_replaced_and_no_other_process_is(
-    part: str, http_workers: int, detokenizers: int, number: signal.Signals
+    request: pytest.FixtureRequest, servers: str, part: str, number: signal.Signals
 ) -> None:
-    with Server(*_SLOW, *workers(http_workers), "--detokenizer-worker-num", str(detokenizers)) as server:
-        before = server.titles()
-        old = before[f"multitok::{part}"]
-        begun = time.monotonic()
-        os.kill(old, number)
-        new = server.wait_for_replacement(part, old)
-        # A stopped one counts as dead after two looks, a second apart.
-        assert time.monotonic() - begun < (DEATH_S if number == signal.SIGABRT else DEATH_S + FACTOR * 2)
-        assert server.titles() == before | {f"multitok::{part}": new}
-        ending = "died of SIGABRT" if number == signal.SIGABRT else r"is stopped \(state T\); killed"
-        server.wait_for_line(rf"WARNING launcher .*{part} \(pid {old}\) {ending}")
-        # Twice as many as detokenizers: each of these has its turn.
-        for _ in range(2 * detokenizers):
-            assert _rest(_stream(server.openai, 20)) == echo_text(PROMPT, 20)
-        server.wait_until_idle()
-        # Its own title and line on the board.
-        if part != "fork_server":
-            figures = server.processes()[part if ":" in part else f"{part}:0"]
-            assert figures["life"] == 2
-            assert figures["pid"] == new
+    kept: Server = request.getfixturevalue(servers)
+
+    def life() -> dict[str, int]:
+        return kept.processes()[part if ":" in part else f"{part}:0"]
+
+    # Its own title and line on the board; the fork server has none.
+    last = life()["life"] if part != "fork_server" else 0
+    before = kept.titles()
+    old = before[f"multitok::{part}"]
+    begun = time.monotonic()
+    os.kill(old, number)
+    new = kept.wait_for_replacement(part, old)
+    # A stopped one counts as dead after two looks, a second apart.
+    assert time.monotonic() - begun < (DEATH_S if number == signal.SIGABRT else DEATH_S + FACTOR * 2)
+    assert kept.titles() == before | {f"multitok::{part}": new}
+    ending = "died of SIGABRT" if number == signal.SIGABRT else r"is stopped \(state T\); killed"
+    kept.wait_for_line(rf"WARNING launcher .*{part} \(pid {old}\) {ending}")
+    kept.wait_until_served()
+    # Twice as many as detokenizers: each of these has its turn.
+    for _ in range(4):
+        assert _rest(_stream(kept.openai, 20)) == echo_text(PROMPT, 20)
+    kept.wait_until_idle()
+    if part != "fork_server":
+        assert life()["life"] == last + 1
+        assert life()["pid"] == new
 
 
 def test_not_ready_while_no_scheduler_is_up() -> None:

@@ -22,8 +22,7 @@ def _stream(server: Server, tokens: int) -> Any:
     return next(stream).choices[0].text, stream
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("http_workers", [1, 3])
+@pytest.mark.parametrize(("number", "http_workers"), [(signal.SIGTERM, 1), (signal.SIGTERM, 3), (signal.SIGINT, 3)])
 def test_running_requests_finish_while_new_connections_are_refused(number: signal.Signals, http_workers: int) -> None:
     tokens = 300
     with Server(*_SLOW, *workers(http_workers)) as server:
