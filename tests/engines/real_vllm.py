@@ -135,6 +135,8 @@ class TestVLLM(EngineConformance):
             (Grammar("regex", "[a-"), "unclosed"),
             (Grammar("ebnf", "root = ("), "can't be enforced"),
             (Grammar("regex", "(" * 129 + "a" + ")" * 129), "nested deeper than 128"),
+            # In vLLM's step each token of it would take a quarter of a minute.
+            (Grammar("regex", "(a*b*c*)*" * 300), "too long to compile"),
         ],
     )
     def test_a_bad_grammar_is_refused_and_harms_nobody(self, driver, prompts, grammar, words):
@@ -151,6 +153,12 @@ class TestVLLM(EngineConformance):
         assert words in message and "can't be enforced" in message
         driver.until_idle()
         assert len(driver.results[running].ids) == 6
+
+    def test_the_largest_grammars_that_are_taken_harm_nobody(self, driver, prompts):
+        grammar = Grammar("regex", "(" * 128 + "a" + ")" * 128)
+        nested, other = driver.run((prompts[0], greedy(5, grammar=grammar)), (prompts[1], greedy(6, ignore_eos=True)))
+        assert nested.finish.type == "stop"
+        assert len(other.ids) == 6
 
     def test_a_request_that_is_aborted_while_its_grammar_is_checked_never_starts(self, driver, engine, prompts):
         number = driver.add(prompts[0], greedy(5, grammar=Grammar("regex", "[d-f]{200}")))

@@ -17,8 +17,8 @@ import openvino as ov
 import openvino_genai as genai
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
+from multitok.engines.grammar_gate import GrammarGate
 from multitok.engines.openvino_errors import error_text
-from multitok.engines.openvino_grammar import GrammarGate
 from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
@@ -151,7 +151,7 @@ class OpenVINOEngine:
             resumable=RESUMABLE if _is_exact(properties) and not config.enable_prefix_caching else [],
         )
         self._unchecked: dict[int, _Unchecked] = {}
-        self._grammars = GrammarGate(str(model_path), vocab_size)
+        self._grammars = GrammarGate("openvino_grammar_compiler", str(model_path), str(vocab_size))
         logger.info(
             "loaded %s on %s in %.1f s: KV cache for %d tokens, context %d",
             Path(model_path).name,
