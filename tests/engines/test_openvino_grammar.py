@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from multitok.engines.openvino_grammar import GrammarGate
+from multitok.engines.grammar_gate import GrammarGate
 from multitok.messages.sampling import Grammar
 
 # Plays the compiler: the text of a grammar is what becomes of it.
@@ -37,7 +37,7 @@ def log(tmp_path):
 
 @pytest.fixture
 def gate(log):
-    gate = GrammarGate("model", 100)
+    gate = GrammarGate("module")
     gate._command = [sys.executable, "-c", COMPILER, str(log)]
     yield gate
     gate.close()
@@ -104,7 +104,7 @@ def test_a_compiler_that_does_not_start_refuses_and_is_tried_again(gate, log):
 
 def test_a_compiler_that_is_stopped_while_it_works_is_killed_and_replaced(gate, log, monkeypatch):
     assert verdict(gate, "good") == ""
-    monkeypatch.setattr("multitok.engines.openvino_grammar.ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr("multitok.engines.grammar_gate.ANSWER_LIMIT_S", 0.2)
     stuck, other = Grammar("regex", f"signal {int(signal.SIGSTOP)}"), Grammar("regex", "good2")
     gate.verdict(stuck)
     gate.verdict(other)
@@ -120,7 +120,7 @@ def test_a_compiler_that_is_stopped_while_it_works_is_killed_and_replaced(gate, 
 
 def test_a_question_that_does_not_fit_into_the_pipe_of_a_stopped_compiler_holds_up_nobody(gate, monkeypatch):
     assert verdict(gate, "good") == ""
-    monkeypatch.setattr("multitok.engines.openvino_grammar.ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr("multitok.engines.grammar_gate.ANSWER_LIMIT_S", 0.2)
     os.kill(gate._process.pid, signal.SIGSTOP)
     long = "good" + "\U0001f600" * 60000
     assert "does not answer" in verdict(gate, long)
@@ -129,7 +129,7 @@ def test_a_question_that_does_not_fit_into_the_pipe_of_a_stopped_compiler_holds_
 
 
 def test_a_compiler_that_is_stopped_while_it_starts_is_killed_and_tried_again(gate, monkeypatch):
-    monkeypatch.setattr("multitok.engines.openvino_grammar.START_LIMIT_S", 0.2)
+    monkeypatch.setattr("multitok.engines.grammar_gate.START_LIMIT_S", 0.2)
     gate.verdict(Grammar("regex", "good"))
     os.kill(gate._process.pid, signal.SIGSTOP)
     assert "does not start" in verdict(gate, "good")
@@ -144,7 +144,7 @@ def test_limits_are_checked_without_the_compiler(gate, log):
 
 
 def test_memory_of_verdicts_is_bounded(gate, monkeypatch):
-    monkeypatch.setattr("multitok.engines.openvino_grammar._REMEMBERED", 3)
+    monkeypatch.setattr("multitok.engines.grammar_gate._REMEMBERED", 3)
     for i in range(6):
         assert verdict(gate, f"good{i}") == ""
     assert len(gate._verdicts) == 3

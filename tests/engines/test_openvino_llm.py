@@ -216,7 +216,7 @@ class TestOpenVINO(EngineConformance):
 
     def test_a_grammar_compiler_that_hangs_costs_one_request(self, driver, engine, prompts, monkeypatch):
         driver.run((prompts[0], greedy(5, grammar=Grammar("regex", "[d-f]{5}"))))
-        monkeypatch.setattr("multitok.engines.openvino_grammar.ANSWER_LIMIT_S", 0.3)
+        monkeypatch.setattr("multitok.engines.grammar_gate.ANSWER_LIMIT_S", 0.3)
         os.kill(engine._grammars._process.pid, signal.SIGSTOP)
         free, stuck = driver.run(
             (prompts[1], greedy(6, ignore_eos=True)), (prompts[0], greedy(5, grammar=Grammar("regex", "[d-f]{6}")))

@@ -18,9 +18,9 @@ import openvino as ov
 import openvino_genai as genai
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
+from multitok.engines.grammar_gate import GrammarGate
 from multitok.engines.openvino_blocks import Key, PartialBlocks
 from multitok.engines.openvino_errors import error_text
-from multitok.engines.openvino_grammar import GrammarGate
 from multitok.engines.openvino_sampling import RESUMABLE, SAMPLING, generation_config
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
@@ -166,7 +166,7 @@ class OpenVINOEngine:
         self._partial_blocks = PartialBlocks(self._block_size) if config.enable_prefix_caching else None
         # Those that a request goes on from which has begun since the last step.
         self._taken: set[Key] = set()
-        self._grammars = GrammarGate(str(model_path), vocab_size)
+        self._grammars = GrammarGate("openvino_grammar_compiler", str(model_path), str(vocab_size))
         logger.info(
             "loaded %s on %s in %.1f s: KV cache for %d tokens, context %d",
             Path(model_path).name,

@@ -9,8 +9,8 @@ from typing import Any
 import openvino_genai as genai
 
 from multitok.engines.base import EngineRefusal
-from multitok.engines.grammar_compiler import structured_output_config
 from multitok.engines.openvino_errors import error_text
+from multitok.engines.openvino_grammar_compiler import structured_output_config
 from multitok.messages.sampling import SamplingParams
 
 # Below this, dividing by the temperature leaves the range of float32, and the choice is the greedy one anyway.

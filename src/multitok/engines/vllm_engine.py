@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,11 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import FinishReason as VLLMFinishReason
 
 from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRefusal, no_such_operation
+from multitok.engines.grammar_gate import GrammarGate
 from multitok.engines.grammar_limits import problem_of_size
 from multitok.engines.settings import EngineSettings
 from multitok.engines.vllm_core import CoreDied, VLLMCore
+from multitok.engines.vllm_grammars import GrammarChecks, grammar_problem
 from multitok.engines.vllm_options import engine_args, engine_config
 from multitok.engines.vllm_sampling import GRAMMARS, NOT_SPECULATIVE, SAMPLING, vllm_sampling_params
 from multitok.messages.base import FinishReason
@@ -32,9 +32,12 @@ from multitok.messages.operations import (
     UnloadAdapter,
     UpdateWeights,
 )
-from multitok.messages.sampling import EngineFields, Grammar, SamplingParams
+from multitok.messages.sampling import EngineFields, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+# Backends for which a grammar is tried first; the others have limits of their own.
+_TRIED_BACKENDS = ("auto", "xgrammar")
 
 
 class _Live:
@@ -83,9 +86,10 @@ class VLLMEngine:
         self._requests = 0
         self._adapters: dict[str, Any] = {}
         self._adapter_ids = 0
-        # Grammars are checked in a thread: a large one takes a while, and nobody else shall wait for it.
-        self._checker = ThreadPoolExecutor(1, "vllm-grammars")
-        self._checked: deque[tuple[_Live, Any, str | None]] = deque()
+        gate = None
+        if config.structured_outputs_config.backend in _TRIED_BACKENDS:
+            gate = GrammarGate("vllm_grammar_compiler", settings.files.tokenizer_file, str(self._info.vocab_size))
+        self._grammars = GrammarChecks(self._verify, gate, self._core.notify)
         logger.info(
             "vLLM %s runs %s, loaded in %.1f s: context %d",
             version,
@@ -122,7 +126,7 @@ class VLLMEngine:
             if params.grammar is None:
                 self._verify(sampling)
             elif problem := problem_of_size(params.grammar):
-                raise EngineRefusal(400, _grammar_problem(params.grammar, problem))
+                raise EngineRefusal(400, grammar_problem(params.grammar, problem))
         except (ValueError, VLLMClientError) as error:
             raise EngineRefusal(400, str(error.args[0] if error.args else error)) from error
         adapter = self._adapter(fields)
@@ -146,7 +150,7 @@ class VLLMEngine:
         if params.grammar is None:
             self._core.add(request)
         else:
-            self._checker.submit(self._check_grammar, live, request, params.grammar)
+            self._grammars.submit(request, params.grammar)
 
     def abort(self, number: int) -> None:
         """Cancel a request; an unknown number is ignored."""
@@ -169,15 +173,14 @@ class VLLMEngine:
                 live = self._by_id.get(new.request_id)
                 if live is not None:
                     self._add_output(outputs, live, new)
-        while self._checked:
-            live, request, problem = self._checked.popleft()
-            if live.request_id not in self._by_id:
+        for request, finish in self._grammars.take():
+            live = self._by_id.get(request.request_id)
+            if live is None:
                 continue
-            if problem is None:
+            if finish is None:
                 self._core.add(request)
             else:
                 self._forget(live)
-                finish = FinishReason("error", status=400, message=problem)
                 outputs[live.number] = EngineOutput(live.number, [], finish)
         return list(outputs.values())
 
@@ -222,7 +225,7 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
-        self._checker.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self._live.clear()
         self._by_id.clear()
         self._core.close()
@@ -231,16 +234,6 @@ class VLLMEngine:
         config = self._config
         grammars = config.structured_outputs_config if sampling.structured_outputs is not None else None
         sampling.verify(config.model_config, config.speculative_config, grammars, self._tokenizer)
-
-    def _check_grammar(self, live: _Live, request: Any, grammar: Grammar) -> None:
-        """Run in the thread for it."""
-        problem = None
-        try:
-            self._verify(request.sampling_params)
-        except Exception as error:  # the libraries that compile grammars raise what they like
-            problem = _grammar_problem(grammar, str(error) or type(error).__name__)
-        self._checked.append((live, request, problem))
-        self._core.notify()
 
     def _adapter(self, fields: EngineFields | None) -> Any:
         if fields is None or fields.adapter is None:
@@ -359,7 +352,3 @@ def _finish(new: Any) -> FinishReason:
             status = 400 if error.code == "validation_error" else 503 if error.retryable else 500
             return FinishReason("error", status=status, message=error.message)
     return FinishReason("stop", matched=new.new_token_ids[-1] if new.new_token_ids else None)
-
-
-def _grammar_problem(grammar: Grammar, problem: str) -> str:
-    return f"the {grammar.kind} can't be enforced: {problem}"

@@ -16,8 +16,8 @@ from collections import deque
 
 import msgspec
 
-from multitok.engines.grammar_compiler import LENGTH, Verdict
 from multitok.engines.grammar_limits import problem_of_size
+from multitok.engines.grammar_server import LENGTH, Verdict
 from multitok.messages.sampling import Grammar
 
 logger = logging.getLogger(__name__)
@@ -35,14 +35,14 @@ class GrammarGate:
 
     Parameters
     ----------
-    model_path : str
-        The model whose tokenizer grammars are meant for.
-    vocab_size : int
-        Number of ids.
+    module : str
+        What the compiler is: a module here that runs `serve_grammars`.
+    *arguments : str
+        For the module.
     """
 
-    def __init__(self, model_path: str, vocab_size: int) -> None:
-        self._command = [sys.executable, "-P", "-m", "multitok.engines.grammar_compiler", model_path, str(vocab_size)]
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._command = [sys.executable, "-P", "-m", f"multitok.engines.{module}", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._received = b""

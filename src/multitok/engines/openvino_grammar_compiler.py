@@ -4,40 +4,25 @@ The pipeline compiles a grammar inside `step`: a bad one makes that step raise a
 one that is nested deeply enough ends the process with a segmentation fault, and some short ones compile for minutes. So
 each new grammar first runs for one token here, on a pipeline with the same tokenizer and a model of one tiny layer,
 within a limit of CPU time that the kernel enforces.
-
-Messages on both pipes are msgpack with the length in front; see `openvino_grammar.GrammarGate` for the other side.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import struct
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import msgspec
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
 from openvino import opset13 as op
-from setproctitle import setproctitle
 
+from multitok.engines.grammar_server import serve_grammars
 from multitok.engines.openvino_errors import error_text
 from multitok.messages.sampling import Grammar
 
-# CPU seconds; the engine then needs as long once more, and all its requests wait for that.
-COMPILE_LIMIT_S = 1.0
-LENGTH = struct.Struct("<I")
 _WIDTH = 16
-
-
-class Verdict(msgspec.Struct, array_like=True):
-    """What the compiler says of a grammar; `problem` is empty for a good one."""
-
-    problem: str
 
 
 def structured_output_config(grammar: Grammar) -> Any:
@@ -137,32 +122,5 @@ def _tiny_model(vocab_size: int) -> Any:
     return ov.Model([logits], sinks, [ids, mask, positions, beams], "grammar_check")
 
 
-def _answer(pipe: BinaryIO, verdict: Verdict) -> None:
-    data = msgspec.msgpack.encode(verdict)
-    pipe.write(LENGTH.pack(len(data)) + data)
-    pipe.flush()
-
-
-def main() -> None:
-    """Check grammars from standard input until it ends; the first answer, without a question, means ready."""
-    setproctitle("multitok::grammar_compiler")
-    # Ctrl-C reaches the whole group of processes; this one goes when its engine does.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Libraries that print must not reach the pipe.
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    questions = sys.stdin.buffer
-    compiler = GrammarCompiler(sys.argv[1], int(sys.argv[2]))
-    decoder = msgspec.msgpack.Decoder(Grammar)
-    _answer(answers, Verdict(""))
-    while header := questions.read(LENGTH.size):
-        grammar = decoder.decode(questions.read(LENGTH.unpack(header)[0]))
-        # SIGPROF ends the process, as nothing handles it.
-        signal.setitimer(signal.ITIMER_PROF, COMPILE_LIMIT_S)
-        problem = compiler.check(grammar)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(answers, Verdict(problem))
-
-
 if __name__ == "__main__":
-    main()
+    serve_grammars(lambda: GrammarCompiler(sys.argv[1], int(sys.argv[2])).check)
