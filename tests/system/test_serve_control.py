@@ -242,20 +242,24 @@ def test_pause_holds_in_a_rolling_restart_of_the_only_worker() -> None:
             operate(client, "/continue_generation")
 
 
-@pytest.mark.parametrize("part", ["scheduler:0", "detokenizer:0", "router", "tokenizer_worker:2", "fork_server"])
-def test_part_that_does_not_answer_is_named(part: str) -> None:
+def test_parts_that_do_not_answer_are_named() -> None:
     with Server(*_SLOW, *workers(2)) as server, server.connection_to(1) as client:
-        pid = server.pid_of(part)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        stopped = sorted({*PARTS, "tokenizer_worker:2"} - {"tokenizer_worker:1"})
+        titles = server.titles()
+        for part in stopped:
+            os.kill(titles[f"multitok::{part}"], signal.SIGSTOP)
         answer = client.post("/pause_generation", json={"mode": "wait", "timeout": 0.2})
         assert answer.status_code == 504
-        assert answer.json()["error"]["message"] == f"operation 1 (pause) was not done in time by {part}"
-        # It is killed for that, and its next life is paused.
-        server.wait_for_replacement(part, pid)
+        message = f"operation 1 (pause) was not done in time by {', '.join(stopped)}"
+        assert answer.json()["error"]["message"] == message
+        # They are killed for that, and their next lives are paused.
+        for part in stopped:
+            server.wait_for_replacement(part, titles[f"multitok::{part}"])
         eventually(lambda: _epochs(client) == {1}, DEATH_S, "everybody has the state")
+        held = Probes(server, 2)
+        server.wait_for_load(0, waiting=2)
         operate(client, "/continue_generation")
-        assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+        assert held.texts() == {echo_text(PROMPT, 2)}
 
 
 def _epochs(client: httpx.Client) -> set[int]:
