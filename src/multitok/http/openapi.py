@@ -54,10 +54,12 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/v1/models": ("List the models", ModelList),
     "/v1/models/{model}": ("Show a model", ModelCard),
     "/health": ("Whether this process answers", Status),
-    "/ready": ("Whether all parts are up", Status),
-    "/health_generate": ("Whether a token goes all the way round", Status),
+    "/ready": ("Whether the models can be used", Status),
+    "/health_generate": ("Whether a token of each model goes all the way round", Status),
     "/server_info": ("Show what is running", ServerInfo),
 }
+# Of all models, unless the query names one.
+_OF_ONE_MODEL = ("/ready", "/health_generate")
 _WITH_UNSUPPORTED = (ChatRequest, CompletionRequest, EmbeddingRequest, GenerateRequest, NativeSampling, StreamOptions)
 
 
@@ -93,6 +95,8 @@ def document(keys: bool = False) -> dict[str, Any]:
         operation = _operation(path, summary, {_JSON: {"schema": schema}})
         if "{model}" in path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        elif path in _OF_ONE_MODEL:
+            operation["parameters"] = [{"name": "model", "in": "query", "schema": {"type": "string"}}]
         paths[path] = {"get": operation}
     error = {"description": "An error", "content": {_JSON: {"schema": {"$ref": _REF.format(name="ErrorBody")}}}}
     made: dict[str, Any] = {
