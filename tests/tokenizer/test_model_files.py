@@ -52,6 +52,7 @@ def test_default_model(cache):
     assert (files.bos_token, files.eos_token, files.add_bos) == ("<|im_start|>", "<|im_end|>", False)
     assert (files.eos_token_ids, files.context_length, files.vocab_size) == ([0, 2], 8192, 49152)
     assert "You are a helpful AI assistant named SmolLM" in files.chat_template
+    assert resolve_model("SmolLM2-135M-Instruct", None, cache) == files
 
 
 def test_default_model_that_is_not_installed(monkeypatch):

@@ -54,8 +54,8 @@ _GETS: dict[str, tuple[str, Any]] = {
     "/v1/models": ("List the models", ModelList),
     "/v1/models/{model}": ("Show a model", ModelCard),
     "/health": ("Whether this process answers", Status),
-    "/ready": ("Whether all parts are up", Status),
-    "/health_generate": ("Whether a token goes all the way round", Status),
+    "/ready": ("Whether the models can be used", Status),
+    "/health_generate": ("Whether a token of each model goes all the way round", Status),
     "/server_info": ("Show what is running", ServerInfo),
     "/admin/state": ("Show what operators have set, and how the processes do", AdminState),
 }
@@ -63,6 +63,8 @@ _WITH_UNSUPPORTED: tuple[type[msgspec.Struct], ...] = (
     *(ChatRequest, CompletionRequest, EmbeddingRequest, GenerateRequest, NativeSampling, StreamOptions),
     *(kind for _, kind, _ in OPERATIONS.values()),
 )
+# Of all models, unless the query names one.
+_OF_ONE_MODEL = ("/ready", "/health_generate")
 
 
 def document(keys: bool = False) -> dict[str, Any]:
@@ -102,6 +104,8 @@ def document(keys: bool = False) -> dict[str, Any]:
         operation = _operation(path, summary, {_JSON: {"schema": schema}})
         if "{model}" in path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        elif path in _OF_ONE_MODEL:
+            operation["parameters"] = [{"name": "model", "in": "query", "schema": {"type": "string"}}]
         paths[path] = {"get": operation}
     error = {"description": "An error", "content": {_JSON: {"schema": {"$ref": _REF.format(name="ErrorBody")}}}}
     made: dict[str, Any] = {
