@@ -134,6 +134,10 @@ class EngineCoreProc:
             # As vLLM does, after handlers were set.
             logging.getLogger(__name__).handlers = []
             try:
+                raise ValueError("survived")
+            except ValueError:
+                logging.getLogger(__name__).exception("Invocation of a method failed")
+            try:
                 raise RuntimeError("no room")
             except RuntimeError:
                 logging.getLogger(__name__).exception("EngineCore failed to start.")

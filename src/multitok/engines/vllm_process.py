@@ -21,6 +21,13 @@ _SUFFIX = ".reason"
 _LONGEST_REASON = 1000
 # Each kind of process by its first function.
 _CORE, _COORDINATOR, _WORKER = "core", "coordinator", "worker"
+# What vLLM logs, with the exception, when it ends one of them; other exceptions that it logs it survives.
+_FATAL = (
+    "EngineCore failed to start.",
+    "EngineCore encountered a fatal error.",
+    "WorkerProc failed to start.",
+    "WorkerProc failed.",
+)
 # Those functions as vLLM has them; filled in the process that calls `adopt_processes`.
 _originals: dict[str, Callable[..., None]] = {}
 
@@ -88,17 +95,15 @@ def _begin(entry: str, directory: str, parent_pid: int, *args: Any, **kwargs: An
 
 
 class _LastWords(logging.Filter):
-    """Lets all through, and keeps the first exception that a process logs as an error: what ends it."""
+    """Lets all through, and keeps the exception that ends the process."""
 
     def __init__(self, directory: str) -> None:
         super().__init__()
         self._path = Path(directory) / str(os.getpid())
-        self._said = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if record.levelno >= logging.ERROR and error is not None and not self._said:
-            self._said = True
+        if error is not None and record.msg in _FATAL:
             with contextlib.suppress(OSError):
                 self._path.write_text(f"{type(error).__name__}: {error}"[:_LONGEST_REASON], encoding="utf-8")
                 self._path.rename(self._path.with_suffix(_SUFFIX))
