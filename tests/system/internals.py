@@ -14,7 +14,7 @@ from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.ipc.sockets import bind_pull, connect_push
 from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.messages.codec import FrameDecoder
-from multitok.messages.to_scheduler import GetInternalStateReq
+from multitok.messages.to_scheduler import GetInternalStateReq, life_mark
 from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
 
 # No worker's: they begin with w and a number.
@@ -24,13 +24,18 @@ _ADDRESS = "test"
 class _Sender:
     """Sends to where requests go in, as an owner does."""
 
-    def __init__(self, ports: PortArgs) -> None:
+    def __init__(self, server: Server, ports: PortArgs) -> None:
         addresses = [ports.router_ipc_name] if ports.router_ipc_name is not None else ports.scheduler_ipc_names
         self.sockets = [connect_push(ports.endpoint(address)) for address in addresses]
+        # A scheduler is told which life of it is meant.
+        self._marks: list[list[bytes]] = [[]]
+        if ports.router_ipc_name is None:
+            lives = [server.processes()[f"scheduler:{rank}"]["life"] for rank in range(len(addresses))]
+            self._marks = [[life_mark(ports.start_token, life)] for life in lives]
 
     def send_frames(self, frames: list[bytes | bytearray]) -> None:
-        for socket in self.sockets:
-            socket.send_multipart(frames)
+        for socket, mark in zip(self.sockets, self._marks, strict=True):
+            socket.send_multipart([*mark, *frames])
 
 
 @contextmanager
@@ -38,7 +43,7 @@ def _asking(server: Server) -> Iterator[tuple[PortArgs, SenderWrapper, zmq.Socke
     (block,) = [name for name in server.blocks() if name.endswith("-port_args")]
     ports = read_from_shared_memory(block, PortArgs)
     inbox = bind_pull(ports.endpoint(_ADDRESS))
-    sender = _Sender(ports)
+    sender = _Sender(server, ports)
     try:
         yield ports, SenderWrapper(sender, _ADDRESS, ports.start_token), inbox
     finally:

@@ -257,6 +257,14 @@ class Server:
         self.wait_for_line(rf"launcher .*{name} \(pid {pid}\) is ready, life \d+", within)
         return pid
 
+    def wait_until_every_worker_is_ready(self, within: float = ERROR_S) -> None:
+        """Wait until every HTTP worker takes requests: it hears of a scheduler a moment after the launcher has."""
+        for name, figures in self.processes().items():
+            role, _, index = name.partition(":")
+            if role == "tokenizer_worker":
+                with self.connection_to(int(index), life=figures["life"]) as client:
+                    eventually(lambda client=client: client.get("/ready").is_success, within, f"{name} is ready")
+
     # Requests
 
     def connection(self) -> httpx.Client:

@@ -192,6 +192,7 @@ def test_part_is_replaced_and_no_other_process_is(
         assert server.titles() == before | {f"multitok::{part}": new}
         ending = "died of SIGABRT" if number == signal.SIGABRT else r"is stopped \(state T\); killed"
         server.wait_for_line(rf"WARNING launcher .*{part} \(pid {old}\) {ending}")
+        server.wait_until_every_worker_is_ready()
         # Twice as many as detokenizers: each of these has its turn.
         for _ in range(2 * detokenizers):
             assert _rest(_stream(server.openai, 20)) == echo_text(PROMPT, 20)

@@ -18,7 +18,7 @@ from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import LauncherExited, OwnerDied, PartDied, Ping, Stop, ToChild, ToItself
+from multitok.messages.to_child import LauncherExited, OwnerDied, PartDied, PartStarted, Ping, Stop, ToChild, ToItself
 from multitok.messages.to_detokenizer import (
     BatchEmbeddingOutput,
     BatchIdentity,
@@ -128,6 +128,8 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
                 self.step.owner_died(message.address)
             case PartDied(role="scheduler"):
                 self.step.rank_died(message.index, message.life)
+            case PartStarted(role="scheduler"):
+                self.step.rank_died(message.index, message.life - 1)
             case Stop():
                 self._stopping = True
             case LauncherExited():

@@ -107,17 +107,19 @@ class _Parts:
     def __init__(self, manager: TokenizerManager, dispatcher: RankDispatcher | None) -> None:
         self._results = manager.results
         self._dispatcher = dispatcher
+        if dispatcher is not None:
+            dispatcher.on_dropped = lambda _: manager.results.recovery.list_wanted()
 
     def follow(self, order: ToChild) -> None:
         """Follow an order of the launcher, if it is one about parts."""
         recovery, dispatcher = self._results.recovery, self._dispatcher
         match order:
             case PartDied(role="scheduler") if dispatcher is not None:
-                dispatcher.rank_died(order.index)
+                dispatcher.rank_died(order.index, order.life)
                 self._results.rank_died(order.index, order.life)
             case PartStarted(role="scheduler") if dispatcher is not None:
-                dispatcher.rank_started(order.index)
-                recovery.rank_started(order.index)
+                dispatcher.rank_started(order.index, order.life)
+                self._results.rank_started(order.index, order.life)
             case PartStarted(role="detokenizer"):
                 recovery.detokenizer_started(order.index)
             case PartDied(role="router"):
@@ -141,7 +143,8 @@ async def _serve(
     engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
     dispatcher = None
     if port_args.router_ipc_name is None:
-        dispatcher = RankDispatcher(port_args, RoundRobinPolicy(len(port_args.scheduler_ipc_names)))
+        policy = RoundRobinPolicy(len(port_args.scheduler_ipc_names))
+        dispatcher = RankDispatcher(port_args, policy, order.lives)
     manager = _make_manager(server_args, port_args, files, board, tools, engine_infos, dispatcher)
     parts = _Parts(manager, dispatcher)
     server = HttpServer(

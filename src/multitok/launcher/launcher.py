@@ -285,7 +285,7 @@ class Launcher:
             FORK_SERVER: [],
         }[role]
         blocks, sockets = self._shared.child_blocks, self._shared.sockets(addresses)
-        child = ChildProcess.spawn(role, index, life, blocks, sockets)
+        child = ChildProcess.spawn(role, index, life, blocks, sockets, self._announcer.briefing(role, index))
         self._children.watch(child)
         _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
 
@@ -344,7 +344,7 @@ class Launcher:
 
     def _send_start(self, worker: ChildProcess) -> None:
         if self._info_block is not None:
-            worker.send(Start(self._info_block))
+            worker.send(Start(self._info_block, self._announcer.scheduler_lives))
             self._announcer.brief_worker(worker)
 
     # Deaths

@@ -108,7 +108,7 @@ class TokenizerManager:
     detokenize_step : DetokenizeStep or None
         Decodes batches of ids, where the owner does that itself.
     is_ready : callable
-        Whether all parts are up.
+        Whether all parts are up, as the launcher says; this owner may hear of it a moment later.
     queues_are_full : callable
         Whether no scheduler has room, by what they last said; they decide themselves.
     describe : callable
@@ -139,17 +139,18 @@ class TokenizerManager:
         self.chat_template = text_tools.chat_template
         self.worker_id = port_args.index
         self.tokenizer_ipc_name = owner_address(port_args.index, port_args.life)
-        self.is_ready = is_ready
+        self._parts_are_ready = is_ready
         self.token_text = text_tools.token_text
         self._describe = describe
         self._text_tools = text_tools
         self._backend = text_tools.backend
         self._queues_are_full = queues_are_full
         detokenizers = max(1, len(port_args.detokenizer_ipc_names))
+        numbers = RequestNumbers(port_args.index, port_args.life)
         self._maker = RequestMaker(
             server_args,
             engine_info,
-            RequestNumbers(port_args.index, port_args.life),
+            numbers,
             # Workers begin at different ones.
             itertools.cycle((self.worker_id + i) % detokenizers for i in range(detokenizers)),
         )
@@ -165,6 +166,7 @@ class TokenizerManager:
             Recovery(
                 requests,
                 self._sender,
+                numbers,
                 ranks=ranks,
                 resume=(lambda params: can_resume(params, engine_info)) if server_args.resume_generation else None,
                 patience=server_args.step_timeout + _PATIENCE_S,
@@ -187,6 +189,10 @@ class TokenizerManager:
         self.results.close()
         for threads in (self._threads, self._side_thread):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def is_ready(self) -> bool:
+        """Whether all parts are up, and requests are taken here."""
+        return self._parts_are_ready() and self.results.recovery.any_rank_is_up
 
     def server_info(self) -> dict[str, object]:
         """Return what /server_info says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,10 @@ import zmq
 
 from multitok.engines.base import EngineInfo
 from multitok.ipc.sender_wrapper import SenderWrapper
+from multitok.messages.lives import DeadLives
+from multitok.messages.numbers import RequestNumbers
 from multitok.messages.sampling import SamplingParams
+from multitok.messages.time_limits import took_too_long, waited_too_long
 from multitok.messages.to_scheduler import AbortReq, LiveReq, TokenizedGenerateReqInput
 from multitok.messages.to_tokenizer import LiveReqOutput
 from multitok.tokenizer.call import SubRequest
@@ -46,6 +50,12 @@ def can_resume(params: SamplingParams, info: EngineInfo) -> bool:
         if not field.required and getattr(params, field.name) != field.default
     }
     return changed - {"temperature"} <= resumable
+
+
+def _times_of(request: SubRequest) -> tuple[float, float]:
+    """Return for how many seconds a request has been there, and has been waiting for the engine."""
+    now, sent_at = time.monotonic(), request.call.sent_at
+    return now - sent_at, now - (sent_at if request.waiting_since is None else request.waiting_since)
 
 
 class _Question:
@@ -88,6 +98,8 @@ class Recovery:
         The running requests, by number.
     sender : SenderWrapper
         To the schedulers.
+    numbers : RequestNumbers
+        This owner's.
     ranks : int
         How many there are.
     resume : callable or None
@@ -101,6 +113,7 @@ class Recovery:
         self,
         requests: dict[int, SubRequest],
         sender: SenderWrapper,
+        numbers: RequestNumbers,
         *,
         ranks: int,
         resume: Callable[[SamplingParams], bool] | None,
@@ -108,10 +121,11 @@ class Recovery:
     ) -> None:
         self._requests = requests
         self._sender = sender
+        self._numbers = numbers
         self._resume = resume
         self._patience = patience
         self._ranks_up = set(range(ranks))
-        self._dead_lives: dict[int, int] = {}
+        self._dead_lives = DeadLives()
         self._router_up = True
         # Lost, and waiting for a rank that takes requests.
         self._held: set[int] = set()
@@ -125,6 +139,8 @@ class Recovery:
         self._seen: dict[int, tuple[int, int]] = {}
         # Something could not be sent, and the next question makes up for it.
         self._behind = False
+        # Some rank was left out of something that the open question may have been sent before.
+        self._list_wanted = False
         self._retry_delay = _RETRY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -149,34 +165,47 @@ class Recovery:
 
     def is_late(self, rank: int, life: int) -> bool:
         """Whether a life of a scheduler has said this that is dead: its requests are somebody else's now."""
-        return bool(self._dead_lives) and 0 < life <= self._dead_lives.get(rank, 0)
+        return self._dead_lives.has(rank, life)
 
     # What has happened
 
     def rank_died(self, rank: int, life: int) -> None:
-        """Fail or send again what a scheduler had; find out about the requests that it may have had."""
-        self._ranks_up.discard(rank)
-        self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
+        """Fail or send again what a life of a scheduler had; find out about the requests that it may have had."""
+        # What a router said that has died since may come after the next one's word.
+        if self._dead_lives.add(rank, life):
+            self._ranks_up.discard(rank)
+            self._lose(rank, life)
+
+    def _lose(self, rank: int, life: int) -> None:
         unknown = False
         for request in list(self._requests.values()):
             # One that failed has taken the others of its call along.
             if request.number not in self._requests or request.number in self._held:
                 continue
-            if request.rank == rank or (request.rank is None and not self._ranks_up):
+            if request.rank == rank and request.life <= life:
                 self._lost(request, RequestError(503, ENGINE_DIED))
+            elif request.rank is None and not self._ranks_up:
+                self._lost(request, RequestError(503, ENGINE_DIED))
+                if request.number not in self._held:
+                    # It may be on its way to the next life.
+                    self._say_abort(request)
             elif request.rank is None:
                 unknown = True
         if unknown or self._question is not None:
             self._ask()
 
-    def rank_started(self, rank: int) -> None:
-        """Send what was held until a scheduler takes requests."""
+    def rank_started(self, rank: int, life: int) -> None:
+        """Send what was held until a scheduler takes requests; what it had in an earlier life is lost."""
+        if self._dead_lives.has(rank, life):
+            return
         self._ranks_up.add(rank)
         held, self._held = self._held, set()
         for number in held:
             # It may have ended in between.
             if (request := self._requests.get(number)) is not None:
                 self._send_again(request)
+        if self._dead_lives.add(rank, life - 1):
+            self._lose(rank, life - 1)
         if self._resend:
             self._ask_soon()
 
@@ -220,14 +249,19 @@ class Recovery:
             self._behind = True
             self._after(self._retry_delay, self._ask)
 
+    def list_wanted(self) -> None:
+        """Tell all ranks what is live, until they have answered: one was left out of an abort or an acknowledgement."""
+        self._list_wanted = True
+        self._ask_soon()
+
     def heard(self, answer: LiveReqOutput) -> None:
         """Take one rank's answer."""
         question = self._question
-        if question is None or answer.number != question.number:
+        if question is None or answer.number != question.number or self.is_late(answer.rank, answer.life):
             return
         for number in answer.known:
             if (request := self._requests.get(number)) is not None:
-                request.rank = answer.rank
+                request.rank, request.life = answer.rank, answer.life
         question.known.update(answer.known)
         if answer.rank in question.awaited:
             question.awaited.discard(answer.rank)
@@ -255,16 +289,18 @@ class Recovery:
 
     def _ask(self) -> None:
         """Tell all ranks what this owner waits for, and ask what they have of it; this replaces an open question."""
-        self._behind = False
+        self._behind = self._list_wanted = False
         if not self._router_up or not self._ranks_up:
             # Whichever starts next has it asked, or sends what is held.
             self._forget_question()
             return
-        live = [request for request in self._requests.values() if request.number not in self._held]
-        resend = self._resend.intersection(request.number for request in live)
+        # Nothing is held while a rank is up.
+        live = [*self._requests.values()]
+        resend = self._resend.intersection(self._requests)
         self._questions += 1
         message = LiveReq(
             number=self._questions,
+            upto=self._numbers.last,
             numbers=[request.number for request in live],
             token_counts=[len(request.output_ids) // 4 for request in live],
             text_lengths=[request.text_length for request in live],
@@ -313,7 +349,7 @@ class Recovery:
             if request.number in self._requests:
                 self._lost(request, RequestError(500, "the request was lost when a part of the server died"))
         self._resend.intersection_update(self._requests)
-        if self._resend:
+        if self._resend or self._list_wanted:
             self._ask_soon()
 
     def _unknown_of(self, question: _Question) -> list[SubRequest]:
@@ -348,6 +384,8 @@ class Recovery:
 
     def _lost(self, request: SubRequest, error: RequestError) -> None:
         """Go on with a request that no scheduler has any more, if that is possible."""
+        if request.waiting_at != len(request.output_ids):
+            request.waiting_at, request.waiting_since = len(request.output_ids), time.monotonic()
         if request.output_ids:
             params = request.message.sampling_params if isinstance(request.message, TokenizedGenerateReqInput) else None
             again = self._resume is not None and params is not None and self._resume(params)
@@ -370,29 +408,33 @@ class Recovery:
     def _hold(self, request: SubRequest) -> None:
         request.rank = None
         self._held.add(request.number)
-        # No scheduler watches its time here.
-        if request.message.timeout is not None and self._loop is not None:
-            left = request.call.sent_at + request.message.timeout - time.monotonic()
-            self._loop.call_later(max(0.0, left), self._held_too_long, request)
+        self._watch_held(request)
 
-    def _held_too_long(self, request: SubRequest) -> None:
-        if request.number in self._held and self._requests.get(request.number) is request:
+    def _watch_held(self, request: SubRequest) -> None:
+        """Do what a scheduler does where there is one: look at the time limits of a request that waits."""
+        if request.number not in self._held or self._requests.get(request.number) is not request:
+            return
+        message = request.message
+        spent, waited = _times_of(request)
+        to_end = math.inf if message.timeout is None else message.timeout - spent
+        to_begin = math.inf if message.queue_timeout is None else message.queue_timeout - waited
+        if min(to_end, to_begin) <= 0:
             self._held.discard(request.number)
-            limit = request.message.timeout
-            self._fail(request, RequestError(504, f"the request took longer than its limit of {limit:g} seconds"))
+            words = took_too_long if to_end <= 0 else waited_too_long
+            self._fail(request, RequestError(*words(message)))
+        elif min(to_end, to_begin) < math.inf and self._loop is not None:
+            self._loop.call_later(min(to_end, to_begin), self._watch_held, request)
 
     def _send_again(self, request: SubRequest) -> None:
         message = request.message
-        spent = time.monotonic() - request.call.sent_at
-        if message.timeout is not None:
-            message = msgspec.structs.replace(message, timeout=max(0.0, message.timeout - spent))
+        if message.timeout is not None or message.queue_timeout is not None:
+            spent, waited = _times_of(request)
+            message = msgspec.structs.replace(message, spent=spent, waited=waited)
         if request.output_ids:
             assert isinstance(message, TokenizedGenerateReqInput)
             message = msgspec.structs.replace(
                 message, resumed_ids=bytes(request.output_ids), text_length=request.text_length
             )
-        elif message.queue_timeout is not None:
-            message = msgspec.structs.replace(message, queue_timeout=max(0.0, message.queue_timeout - spent))
         request.rank = None
         request.asked_at = -1
         request.was_sent_again = True
