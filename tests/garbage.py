@@ -37,8 +37,8 @@ def legal_messages() -> list[Any]:
             numbers=[7], http_worker_ipcs=["w9.9"], embeddings=[b"1234"], finished_reasons=[finish], prompt_tokens=[1]
         ),
         RefusedReq(number=8, http_worker_ipc="w9.9", status=503, message="full"),
-        LiveReqOutput(number=1, http_worker_ipc="w9.9", rank=3, known=[1]),
-        LiveReq(numbers=[1], token_counts=[1], text_lengths=[1]),
+        LiveReqOutput(number=1, http_worker_ipc="w9.9", rank=3, life=1, known=[1]),
+        LiveReq(upto=1, numbers=[1], token_counts=[1], text_lengths=[1]),
         Header(1, 1, "w9.9"),
         Ping(),
     ]

@@ -24,7 +24,9 @@ from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.runtime_dir import RuntimeDir
 from multitok.launcher.shared_memory import SharedBlock, block_name, write_to_shared_memory
 from multitok.messages.codec import FrameDecoder, encode_frame
+from multitok.messages.to_child import ToChild
 from multitok.messages.to_launcher import Failed, Hello, Ready, ToLauncher
+from multitok.messages.to_scheduler import life_mark
 from multitok.tokenizer.model_files import ModelFiles
 from multitok.tokenizer.model_settings import ModelSettings
 
@@ -90,12 +92,19 @@ class Inbox:
 
     def __init__(self, socket: zmq.Socket[bytes], token: bytes, message_type: Any) -> None:
         self.socket = socket
+        self._token = token
         self._decoder: FrameDecoder[Any] = FrameDecoder(token, message_type)
 
     def frames(self, timeout: float = DEADLINE_S) -> list[bytes]:
         """Return the next message's frames; fail when none comes."""
         assert self.socket.poll(int(timeout * 1000)), "no message came"
         return self.socket.recv_multipart()
+
+    def pairs(self, life: int = 1) -> list[bytes]:
+        """Be a life of a scheduler: return the next message's headers and payloads; it must be for this life."""
+        mark, *pairs = self.frames()
+        assert mark == life_mark(self._token, life)
+        return pairs
 
     def next(self, timeout: float = DEADLINE_S) -> Any:
         """Return the next message of one frame."""
@@ -181,6 +190,10 @@ class Site:
             self._pushes[address] = connect_push(self.port_args.endpoint(address))
         self._pushes[address].send_multipart(frames)
 
+    def send_pairs(self, address: str, pairs: list[bytes] | list[bytearray], life: int = 1) -> None:
+        """Send headers and payloads to a life of a scheduler."""
+        self.send_frames(address, [life_mark(self.token, life), *pairs])
+
     def send(self, address: str, *messages: Any) -> None:
         """Send one message, a frame each of `messages`."""
         self.send_frames(address, [encode_frame(self.token, message) for message in messages])
@@ -210,11 +223,11 @@ class Site:
         child.kill()
         assert self.ending(child) == "died of SIGKILL"
 
-    def next_life(self, child: ChildProcess, addresses: list[str]) -> ChildProcess:
-        """Start the life after the one that was `child`, and wait until it says that it is ready."""
+    def next_life(self, child: ChildProcess, addresses: list[str], *briefing: ToChild) -> ChildProcess:
+        """Start the life after `child`, which has to know the briefing, and wait until it says that it is ready."""
         listeners = {address: self._listeners[address] for address in addresses}
         blocks = [block.name for block in self._blocks]
-        started = ChildProcess.spawn(child.role, child.index, child.life + 1, blocks, listeners)
+        started = ChildProcess.spawn(child.role, child.index, child.life + 1, blocks, listeners, briefing)
         self.children.append(started)
         assert isinstance(self.hear(started), Hello)
         assert isinstance(self.hear(started), Ready)

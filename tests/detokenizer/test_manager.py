@@ -13,7 +13,7 @@ from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherChannel
 from multitok.messages.base import FinishReason
 from multitok.messages.codec import encode_frame
-from multitok.messages.to_child import OwnerDied, PartDied, Stop
+from multitok.messages.to_child import OwnerDied, PartDied, PartStarted, Stop
 from multitok.messages.to_detokenizer import BatchEmbeddingOutput, BatchTokenIDOutput, RefusedReq
 from multitok.messages.to_scheduler import DecodeParams
 from multitok.messages.to_tokenizer import BatchStrOutput, ToTokenizer
@@ -150,11 +150,12 @@ def test_two_lives_of_the_one_owner_each_get_their_rows(make_site):
     assert new.next().output_strs == ["z"]
 
 
-def test_the_death_of_a_scheduler_ends_the_state_of_its_requests(site, detokenizer):
+@pytest.mark.parametrize("news", [PartDied("scheduler", 0, 1), PartStarted("scheduler", 0, 2)])
+def test_the_death_of_a_scheduler_ends_the_state_of_its_requests(site, detokenizer, news):
     owner = site.inbox("w1.1", ToTokenizer)
     site.send("d0", ids("a", ["w1.1"], rank=0, life=1))
     assert owner.next().output_strs == ["a"]
-    detokenizer.send(PartDied("scheduler", 0, 1))
+    detokenizer.send(news)
     detokenizer.send(PartDied("router", 0, 1))
 
     def is_forgotten() -> bool:

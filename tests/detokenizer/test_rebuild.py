@@ -206,6 +206,18 @@ def test_the_death_of_a_scheduler_takes_the_state_of_its_requests_away_and_no_ot
     assert len(step) == 0
 
 
+def test_the_death_of_a_life_leaves_what_the_next_one_has_begun():
+    """It may be told late: rows come another way."""
+    step = DetokenizerStep(DECODER)
+    stop = DecodeParams(stop=["END"])
+    step(batch(row(1, "a", 0, STREAM), row(2, "END", 0, stop), rank=0, life=1))
+    step(batch(row(3, "a", 0, STREAM), row(4, "END", 0, stop), rank=0, life=2))
+    for _ in range(2):
+        step.rank_died(0, 1)
+        assert len(step) == 2
+    assert texts(step(batch(row(3, "b", 1), row(4, "b", 3), rank=0, life=2))) == {3: "b"}
+
+
 def test_the_death_of_an_owner_takes_all_of_its_requests_away(caplog):
     w1, w2 = (1 << 18 | 1) << 36, (2 << 18 | 1) << 36
     step = DetokenizerStep([DECODER])

@@ -13,10 +13,23 @@ def announcer(family, tmp_path):
     return Announcer(family.children, str(tmp_path))
 
 
-def start(family, announcer, role, index=0, life=1):
-    child = family.add(role, index, life)
-    announcer.became_ready(child)
+def begin(family, announcer, role, index=0, life=1):
+    """Start a child that isn't ready; what it is briefed with is the first that it is told."""
+    child = family.add(role, index, life, ready=False)
+    for message in announcer.briefing(role, index):
+        child.send(message)
     return child
+
+
+def start(family, announcer, role, index=0, life=1):
+    child = begin(family, announcer, role, index, life)
+    become_ready(announcer, child)
+    return child
+
+
+def become_ready(announcer, child):
+    child.ready_at = 0.0
+    announcer.became_ready(child)
 
 
 def die(family, announcer, child):
@@ -34,10 +47,9 @@ def test_the_death_and_the_next_life_of_a_part_are_told_to_every_other(family, a
         family.told(child)
     die(family, announcer, doomed)
     assert [family.told(child) for child in (*others, worker)] == [[PartDied(role, index, 1)]] * 3
-    successor = family.add(role, index, 2, ready=False)
+    successor = begin(family, announcer, role, index, 2)
     assert family.told(worker) == []
-    successor.ready_at = 1.0
-    announcer.became_ready(successor)
+    become_ready(announcer, successor)
     assert [family.told(child) for child in (*others, worker)] == [[PartStarted(role, index, 2)]] * 3
     assert family.told(successor) == [OwnerStarted("w1.1")]
     assert family.told(fork_server) == []
@@ -76,9 +88,49 @@ def test_a_new_life_hears_what_it_has_missed(family, announcer):
     # What is on its way to the detokenizer may still name this owner.
     die(family, announcer, worker)
     new = start(family, announcer, "detokenizer", life=2)
-    assert family.told(new) == [OwnerDied("w1.1"), OwnerStarted("w2.1"), PartDied("scheduler", 0, 1)]
+    assert family.told(new) == [PartDied("scheduler", 0, 1), OwnerDied("w1.1"), OwnerStarted("w2.1")]
     late = start(family, announcer, "router", life=1)
-    assert family.told(late) == [OwnerStarted("w2.1"), PartDied("scheduler", 0, 1)]
+    assert family.told(late) == [PartDied("scheduler", 0, 1), OwnerStarted("w2.1")]
+
+
+def test_a_new_life_hears_which_lives_the_schedulers_have(family, announcer):
+    router, first = start(family, announcer, "router"), start(family, announcer, "scheduler", 0)
+    start(family, announcer, "scheduler", 1)
+    assert announcer.scheduler_lives == [1, 1]
+    die(family, announcer, router)
+    die(family, announcer, first)
+    second = start(family, announcer, "scheduler", 0, life=2)
+    assert announcer.briefing("router", 0) == [PartStarted("scheduler", 0, 2)]
+    die(family, announcer, second)
+    start(family, announcer, "scheduler", 0, life=4)
+    assert announcer.scheduler_lives == [4, 1]
+    assert family.told(start(family, announcer, "router", life=2)) == [PartStarted("scheduler", 0, 4)]
+
+
+def test_what_happens_while_a_part_loads_is_told_to_it_in_order(family, announcer):
+    scheduler, worker = start(family, announcer, "scheduler"), start(family, announcer, "tokenizer_worker", 1)
+    router = start(family, announcer, "router")
+    die(family, announcer, router)
+    loading = begin(family, announcer, "router", life=2)
+    die(family, announcer, scheduler)
+    die(family, announcer, worker)
+    start(family, announcer, "tokenizer_worker", 1, life=2)
+    start(family, announcer, "scheduler", life=2)
+    told = [
+        OwnerStarted("w1.1"),
+        PartDied("scheduler", 0, 1),
+        OwnerDied("w1.1"),
+        OwnerStarted("w1.2"),
+        PartStarted("scheduler", 0, 2),
+    ]
+    assert family.told(loading) == told
+    # It dies without having been ready: the next one has to know of the same deaths.
+    die(family, announcer, loading)
+    assert family.told(begin(family, announcer, "router", life=3)) == [
+        PartStarted("scheduler", 0, 2),
+        OwnerDied("w1.1"),
+        OwnerStarted("w1.2"),
+    ]
 
 
 def test_a_worker_that_starts_while_a_part_is_down_hears_it(family, announcer):

@@ -41,10 +41,10 @@ def test_in_single_mode_nothing_goes_to_a_dead_scheduler_before_its_requests_are
     parts.follow(PartDied("scheduler", 1, 4))
     parts.follow(PartStarted("scheduler", 1, 5))
     assert calls == [
-        ("dispatcher.rank_died", 1),
+        ("dispatcher.rank_died", 1, 4),
         ("results.rank_died", 1, 4),
-        ("dispatcher.rank_started", 1),
-        ("recovery.rank_started", 1),
+        ("dispatcher.rank_started", 1, 5),
+        ("results.rank_started", 1, 5),
     ]
 
 

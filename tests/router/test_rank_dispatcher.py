@@ -7,7 +7,7 @@ import pytest
 
 from multitok.ipc import sockets
 from multitok.messages.codec import FrameDecoder, encode_frame
-from multitok.messages.to_scheduler import Header, Kind
+from multitok.messages.to_scheduler import Header, Kind, life_mark
 from multitok.router.policies import RoundRobinPolicy
 from multitok.router.rank_dispatcher import RankDispatcher, Undelivered
 
@@ -35,9 +35,9 @@ class Ranks:
     def send(self, *headers: Header) -> None:
         self.dispatcher.send_frames(self.pairs(*headers))
 
-    def received(self, rank: int) -> list[int]:
-        """Numbers of the children of a rank's next message, whose payloads must be theirs."""
-        frames = self.inboxes[rank].frames()
+    def received(self, rank: int, life: int = 1) -> list[int]:
+        """Numbers of the children of a rank's next message, whose payloads must be theirs; it is for this life."""
+        frames = self.inboxes[rank].pairs(life)
         numbers = [self._headers.decode(frame).number for frame in frames[::2]]
         assert frames[1::2] == [f"payload {number}".encode() for number in numbers]
         return numbers
@@ -129,9 +129,9 @@ def with_a_stuck_rank(make_site, monkeypatch):
     site = make_site(ranks=2)
     full = Ranks(site, 1)
     full.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
-    full.dispatcher.rank_died(1)
+    full.dispatcher.rank_died(1, 1)
     monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 3)
-    full.dispatcher.rank_started(1)
+    full.dispatcher.rank_started(1, 2)
     for number in range(3):
         full.send(request(number, rank=1))
     return full
@@ -147,42 +147,51 @@ def test_a_rank_that_does_not_read_costs_only_its_own_requests(with_a_stuck_rank
 
 def test_what_goes_to_all_ranks_leaves_out_one_that_does_not_read(with_a_stuck_rank, caplog):
     """No error: it would make the sender try again, and hold up the others."""
+    told: list[str | None] = []
+    with_a_stuck_rank.dispatcher.on_dropped = told.append
     for number, kind in ((20, Kind.ABORT), (21, Kind.ACK), (22, Kind.CONTROL), (23, Kind.ACK)):
         with_a_stuck_rank.send(request(number, kind=kind))
         assert with_a_stuck_rank.received(0) == [number]
     assert with_a_stuck_rank.dispatcher.dropped == 4
+    assert told == ["w1.1"] * 4
     assert caplog.text.count("scheduler 1 does not read") == 3  # at the 1st, 2nd and 4th
 
 
 def test_nothing_goes_to_a_rank_that_has_died(ranks):
-    ranks.dispatcher.rank_died(0)
+    ranks.dispatcher.rank_died(0, 1)
     ranks.send(request(1), request(2), request(3, kind=Kind.ABORT))
     assert ranks.received(1) == [1, 2, 3]
     assert ranks.inboxes[0].is_empty()
     assert ranks.dispatcher.down == [0]
 
 
-def test_a_new_life_of_a_rank_gets_nothing_that_was_meant_for_the_last(make_site):
+def test_a_new_life_of_a_rank_can_tell_what_was_meant_for_the_last(make_site):
+    """A socket that is closed may have one more message on its way."""
     site = make_site(ranks=2)
     ranks = Ranks(site, 0)
     ranks.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
     # Nobody is there: this waits in the socket.
     ranks.send(request(1, rank=0))
     for _ in range(2):
-        ranks.dispatcher.rank_died(0)
+        ranks.dispatcher.rank_died(0, 1)
     for _ in range(2):
-        ranks.dispatcher.rank_started(0)
+        ranks.dispatcher.rank_started(0, 2)
     ranks.send(request(2, rank=0), request(3, kind=Kind.ACK))
     ranks.inboxes = [site.inbox(f"s{i}", Header) for i in range(2)]
-    assert ranks.received(0) == [2, 3]
     assert ranks.received(1) == [3]
-    assert ranks.received_nothing_more()
-    assert ranks.dispatcher.down == []
+    meant: dict[bytes, list[int]] = {}
+    headers: FrameDecoder[Header] = FrameDecoder(site.token, Header)
+    while (new := meant.setdefault(life_mark(site.token, 2), [])) != [2, 3]:
+        mark, *pairs = ranks.inboxes[0].frames()
+        meant.setdefault(mark, []).extend(headers.decode(frame).number for frame in pairs[::2])
+        assert new in ([], [2, 3])
+    assert meant.keys() <= {life_mark(site.token, life) for life in (1, 2)}
+    assert (ranks.dispatcher.down, ranks.dispatcher.lives) == ([], [2, 1])
 
 
 def test_without_any_rank_requests_are_refused_and_all_else_is_skipped(ranks):
     for rank in (0, 1):
-        ranks.dispatcher.rank_died(rank)
+        ranks.dispatcher.rank_died(rank, 1)
     with pytest.raises(Undelivered) as caught:
         ranks.send(request(1), request(2, kind=Kind.ABORT), request(3, rank=1))
     assert [header.number for header in caught.value.headers] == [1, 3]
@@ -194,17 +203,34 @@ def test_without_any_rank_requests_are_refused_and_all_else_is_skipped(ranks):
 def test_whoever_wants_the_same_rank_gets_the_same_one_while_it_is_down(make_site):
     """Two requests with one id meet, so that the second is refused."""
     ranks = Ranks(make_site(ranks=3), 3)
-    ranks.dispatcher.rank_died(1)
+    ranks.dispatcher.rank_died(1, 1)
     ranks.send(request(1, rank=1), request(2), request(3, rank=1), request(4), request(5, rank=1), request(6, rank=0))
     # Of the two that are up, 0 and 2, it is the one at index 1 mod 2.
     assert ranks.received(2) == [1, 3, 4, 5]
     assert ranks.received(0) == [2, 6]
 
 
+def test_a_dispatcher_that_begins_late_is_told_which_lives_the_ranks_have(make_site):
+    site = make_site(ranks=2)
+    ranks = Ranks(site, 0)
+    ranks.dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(), lives=[3, 1]))
+    ranks.inboxes = [site.inbox(f"s{i}", Header) for i in range(2)]
+    ranks.send(request(1), request(2))
+    assert (ranks.received(0, life=3), ranks.received(1)) == ([1], [2])
+
+
+def test_requests_of_an_owner_that_has_died_go_nowhere_but_its_aborts_do(ranks):
+    """A scheduler that begins to live now has not heard of its death."""
+    ranks.dispatcher.owner_died("w1.1")
+    ranks.send(request(1), request(2, kind=Kind.EMBEDDING), request(3, kind=Kind.ABORT))
+    assert ranks.received(0) == ranks.received(1) == [3]
+    assert ranks.received_nothing_more()
+
+
 @pytest.mark.parametrize("rank", [9, -1])
 def test_a_rank_that_there_is_not_neither_dies_nor_starts(ranks, rank):
-    ranks.dispatcher.rank_died(rank)
-    ranks.dispatcher.rank_started(rank)
+    ranks.dispatcher.rank_died(rank, 1)
+    ranks.dispatcher.rank_started(rank, 2)
     ranks.send(request(1), request(2))
     assert (ranks.received(0), ranks.received(1)) == ([1], [2])
 
@@ -231,14 +257,14 @@ def test_a_request_goes_to_a_rank_of_its_model_in_turn(two_models):
 
 def test_while_all_ranks_of_a_model_are_down_its_requests_alone_are_refused(two_models):
     for rank in (1, 2):
-        two_models.dispatcher.rank_died(rank)
+        two_models.dispatcher.rank_died(rank, 1)
     with pytest.raises(Undelivered) as caught:
         two_models.send(request(1, model=1), request(2, model=0), request(3, rank=0, model=1))
     assert [header.number for header in caught.value.headers] == [1, 3]
     assert two_models.received(0) == [2]
-    two_models.dispatcher.rank_started(2)
+    two_models.dispatcher.rank_started(2, 2)
     two_models.send(request(4, rank=1, model=1))
-    assert two_models.received(2) == [4]
+    assert two_models.received(2, life=2) == [4]
 
 
 def test_a_model_that_there_is_not_has_no_rank(two_models):

@@ -12,7 +12,13 @@ from multitok.messages.codec import FrameDecoder, encode_frame
 from multitok.messages.to_child import OwnerDied, OwnerStarted, PartDied, PartStarted, Stop
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_scheduler import AbortReq, GetInternalStateReq, Header, Kind, header_of
-from multitok.messages.to_tokenizer import GetInternalStateReqOutput, RankDied, RankStarted, ToTokenizer
+from multitok.messages.to_tokenizer import (
+    GetInternalStateReqOutput,
+    LiveListWanted,
+    RankDied,
+    RankStarted,
+    ToTokenizer,
+)
 from parts import DEADLINE_S
 
 ADDRESSES = ["router", "control"]
@@ -49,10 +55,10 @@ def test_requests_reach_one_scheduler_and_aborts_all_with_their_payloads_untouch
     headers = FrameDecoder(site.token, Header)
     for rank, scheduler in enumerate(schedulers):
         for number in (rank, rank + 2):
-            header, payload = scheduler.frames()
+            header, payload = scheduler.pairs()
             assert headers.decode(header) == request(number)
             assert payload == b"\xc1 no message at all"
-        header, payload = scheduler.frames()
+        header, payload = scheduler.pairs()
         assert headers.decode(header).kind == Kind.ABORT
         assert payload == bytes(encode_frame(site.token, abort))
 
@@ -103,7 +109,7 @@ def test_both_directions_run_at_the_same_time(site, router):
     for number in range(count):
         assert worker.next() == reply(number)
         for scheduler in schedulers:
-            assert headers.decode(scheduler.frames()[0]).number == number
+            assert headers.decode(scheduler.pairs()[0]).number == number
     barrier.wait(DEADLINE_S)
     for thread in threads:
         thread.join(DEADLINE_S)
@@ -122,14 +128,17 @@ def test_requests_that_a_scheduler_does_not_take_are_refused_to_their_owner(site
     queued = 2 * HIGH_WATER_MARK
     for number in range(queued + 2):
         site.send_frames("router", [encode_frame(site.token, request(number, "w2.1")), b"payload"])
-    # An abort that can't be delivered is nothing to refuse: the next word is on the request after it.
+    # An abort that can't be delivered is nothing to refuse, but both ranks will have to hear what is live.
     abort = AbortReq(number=1, http_worker_ipc="w2.1")
     site.send("router", header_of(abort), abort)
     site.send_frames("router", [encode_frame(site.token, request(queued + 2, "w2.1")), b"payload"])
-    refused = [worker.next() for _ in range(3)]
-    assert [(type(answer), answer.number, answer.status) for answer in refused] == [
-        (RefusedReq, queued + i, 503) for i in range(3)
+    heard = [worker.next() for _ in range(5)]
+    assert [(type(answer), answer.number) for answer in heard] == [
+        *((RefusedReq, queued + i) for i in range(2)),
+        *((LiveListWanted, 0),) * 2,
+        (RefusedReq, queued + 2),
     ]
+    assert {answer.status for answer in heard if isinstance(answer, RefusedReq)} == {503}
 
 
 def test_the_announced_death_of_an_owner_closes_its_socket(site, router):
@@ -161,18 +170,19 @@ def test_owners_hear_of_a_dead_rank_and_no_request_goes_there(site, router):
     scheduler = site.inbox("s1", Header)
     for number in range(3):
         site.send("router", request(number), request(number))
-        assert FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number == number
+        assert FrameDecoder(site.token, Header).decode(scheduler.pairs()[0]).number == number
     # An owner that is new hears of it, too, and no other.
     new = site.inbox("w3.1", ToTokenizer)
     router.send(OwnerStarted("w3.1"))
     assert new.next() == RankDied(rank=0, life=4, http_worker_ipc="w3.1")
-    router.send(PartStarted("scheduler", 0, 2))
+    router.send(PartStarted("scheduler", 0, 5))
     for worker in (*workers, new):
-        assert worker.next().rank == 0
+        started = worker.next()
+        assert (started.rank, started.life) == (0, 5)
     back = site.inbox("s0", Header)
     site.send("router", request(3), request(3))
     site.send("router", request(4), request(4))
-    assert back.frames() and scheduler.frames()
+    assert back.pairs(life=5) and scheduler.pairs()
 
 
 def test_without_any_rank_requests_are_refused_until_one_has_started(site, router):
@@ -186,10 +196,10 @@ def test_without_any_rank_requests_are_refused_until_one_has_started(site, route
     assert (type(refusal), refusal.number, refusal.status) == (RefusedReq, 7, 503)
     assert "restarting" in refusal.message
     router.send(PartStarted("scheduler", 1, 2))
-    assert worker.next() == RankStarted(rank=1, http_worker_ipc="w2.1")
+    assert worker.next() == RankStarted(rank=1, life=2, http_worker_ipc="w2.1")
     scheduler = site.inbox("s1", Header)
     site.send("router", request(8, "w2.1"), request(8))
-    assert FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number == 8
+    assert FrameDecoder(site.token, Header).decode(scheduler.pairs(life=2)[0]).number == 8
 
 
 def test_an_owner_that_has_died_hears_of_no_rank(site, router):
@@ -206,7 +216,7 @@ def test_a_new_life_forwards_what_was_sent_while_there_was_no_router(site, route
     scheduler = site.inbox("s0", Header)
     worker = site.inbox("w1.1", ToTokenizer)
     site.send("router", request(0), request(0))
-    assert scheduler.frames()
+    assert scheduler.pairs()
     router.kill()
     site.ending(router)
     for number in range(1, 6):
@@ -215,9 +225,43 @@ def test_a_new_life_forwards_what_was_sent_while_there_was_no_router(site, route
     again = site.ready_child("router", ADDRESSES)
     again.send(OwnerStarted("w1.1"))
     again.send(PartDied("scheduler", 1, 1))
-    numbers = [FrameDecoder(site.token, Header).decode(scheduler.frames()[0]).number for _ in range(5)]
+    numbers = [FrameDecoder(site.token, Header).decode(scheduler.pairs()[0]).number for _ in range(5)]
     assert numbers == [1, 2, 3, 4, 5]
     assert {type(worker.next()) for _ in range(2)} == {GetInternalStateReqOutput, RankDied}
+
+
+def test_a_new_life_that_missed_a_death_says_which_lives_the_ranks_have(site, router):
+    worker = site.inbox("w1.1", ToTokenizer)
+    site.kill(router)
+    again = site.next_life(
+        router, ADDRESSES, PartStarted("scheduler", 0, 3), PartDied("scheduler", 1, 4), OwnerStarted("w1.1")
+    )
+    assert worker.next() == RankStarted(rank=0, life=3, http_worker_ipc="w1.1")
+    assert worker.next() == RankDied(rank=1, life=4, http_worker_ipc="w1.1")
+    again.send(PartStarted("scheduler", 1, 5))
+    assert worker.next() == RankStarted(rank=1, life=5, http_worker_ipc="w1.1")
+
+
+def test_a_new_life_knows_who_is_up_and_who_is_dead_before_it_forwards_anything(site, router):
+    """What workers had sent waits for it: of those that have died since, nothing begins any more."""
+    scheduler = site.inbox("s0", Header)
+    other = site.inbox("s1", Header)
+    site.kill(router)
+    for number in range(200):
+        owner = f"w{number % 2 + 1}.1"
+        site.send("router", request(number, owner), request(number))
+    site.next_life(
+        router,
+        ADDRESSES,
+        PartStarted("scheduler", 0, 3),
+        PartDied("scheduler", 1, 1),
+        OwnerDied("w2.1"),
+        OwnerStarted("w1.1"),
+    )
+    headers = FrameDecoder(site.token, Header)
+    assert [headers.decode(scheduler.pairs(life=3)[0]).number for _ in range(100)] == [*range(0, 200, 2)]
+    assert scheduler.is_empty()
+    assert other.is_empty()
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x80\x04]q\x00.", b"alone" * 1000])
@@ -230,7 +274,7 @@ def test_single_frames_of_others_end_nothing(site, router, frame):
     assert worker.next() == reply(2)
     scheduler = site.inbox("s0", Header)
     site.send("router", request(1), request(1))
-    assert scheduler.frames()
+    assert scheduler.pairs()
 
 
 def test_stop_ends_it(site, router):

@@ -93,6 +93,8 @@ class Rank:
     def __init__(self, site: Site, index: int = 0) -> None:
         self.site = site
         self.address = f"s{index}"
+        # Which life of it is meant by what is sent.
+        self.life = 1
         self.child = site.ready_child("scheduler", [self.address], index)
         names = site.port_args.detokenizer_ipc_names or [OWNER]
         self.inboxes = {name: site.inbox(name, ToDetokenizer) for name in names}
@@ -111,7 +113,7 @@ class Rank:
                 bytes(encode_frame(self.site.token, header_of(message))),
                 bytes(encode_frame(self.site.token, message)),
             ]
-        self.site.send_frames(self.address, frames)
+        self.site.send_pairs(self.address, frames, self.life)
 
     def abort(self, number: int) -> None:
         self.send(AbortReq(number=number, http_worker_ipc=OWNER))
@@ -180,6 +182,7 @@ class Rank:
         resend: list[int] | None = None,
         owner: str = OWNER,
         texts: dict[int, int] | None = None,
+        upto: int = 1 << 63,
     ) -> list[int]:
         """Say what an owner waits for and how many ids it has of each; returns what the rank knows."""
         if owner not in self._owners:
@@ -187,6 +190,7 @@ class Rank:
         live = LiveReq(
             number=88,
             http_worker_ipc=owner,
+            upto=upto,
             numbers=list(has),
             token_counts=list(has.values()),
             text_lengths=[(texts or has)[number] for number in has],
@@ -195,7 +199,7 @@ class Rank:
         self.send(live)
         answer = self._owners[owner].next()
         assert isinstance(answer, LiveReqOutput)
-        assert (answer.number, answer.http_worker_ipc) == (88, owner)
+        assert (answer.number, answer.http_worker_ipc, answer.life) == (88, owner, 1)
         return answer.known
 
     def hear_rebuilt(self, number: int) -> Rebuilt:

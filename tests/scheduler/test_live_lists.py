@@ -154,8 +154,10 @@ def test_what_is_on_no_list_is_ended_and_forgotten_and_other_owners_keep_theirs(
 def test_a_list_that_makes_no_sense_is_dropped(slow):
     slow.send(generate(1, tokens=LONG))
     slow.wait_for_first(1)
-    slow.send(LiveReq(number=3, http_worker_ipc=OWNER, numbers=[1], token_counts=[], text_lengths=[1], resend=[1]))
-    slow.send(LiveReq(number=3, http_worker_ipc=None, numbers=[], token_counts=[], text_lengths=[]))
+    slow.send(
+        LiveReq(number=3, http_worker_ipc=OWNER, upto=9, numbers=[1], token_counts=[], text_lengths=[1], resend=[1])
+    )
+    slow.send(LiveReq(number=3, http_worker_ipc=None, upto=9, numbers=[], token_counts=[], text_lengths=[]))
     assert slow.counts() == (1, 0, 0)
     # An owner has no more than there is.
     assert slow.compare({1: 10**9}, resend=[1, 1]) == [1]

@@ -101,6 +101,23 @@ def test_a_request_that_takes_too_long_is_ended_with_an_error_and_frees_its_plac
     assert rank.counts() == (0, 0, 2)
 
 
+def test_time_that_a_request_has_spent_elsewhere_counts_and_its_limit_is_the_one_that_was_set(start):
+    rank = start(engine={"step_ms": 10}, max_running_requests=1)
+    rank.send(
+        generate(1, tokens=LONG),
+        generate(2, tokens=LONG, timeout=60.0, spent=59.9),
+        generate(3, tokens=LONG, queue_timeout=60.0, waited=59.9),
+        generate(4, tokens=2, timeout=60.0, spent=1.0, queue_timeout=60.0, waited=1.0),
+    )
+    refusal = rank.wait_for_refusal(3)
+    assert (refusal.status, refusal.message) == (503, "the request waited for more than 60 seconds")
+    assert rank.wait_for_end(2) == FinishReason(
+        "error", None, 504, "the request took longer than its limit of 60 seconds"
+    )
+    rank.abort(1)
+    assert rank.wait_for_end(4) == LENGTH
+
+
 def test_an_embedding_that_waits_for_too_long_is_refused(start):
     rank = start(task="embed", engine={"step_ms": 400}, max_running_requests=1)
     rank.send(embed(1), embed(2, queue_timeout=0.05), embed(3, timeout=0.05))

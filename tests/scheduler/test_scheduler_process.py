@@ -301,6 +301,21 @@ def test_an_id_is_refused_while_it_runs_and_free_after_its_end(slow):
     assert set(slow.refusals) == {2}
 
 
+def test_the_id_of_a_call_is_taken_whether_it_has_one_request_or_several(slow):
+    slow.send(generate(1, tokens=LONG, rid="one"))
+    slow.send(generate(2, rid="many-0", group="many"), generate(3, rid="many-1", group="many"))
+    slow.send(generate(4, rid="one-0", group="one"), generate(5, rid="many"))
+    for number, taken in ((4, "one"), (5, "many")):
+        refusal = slow.wait_for_refusal(number)
+        assert (refusal.status, refusal.message) == (400, f"a request with the id {taken!r} is running already")
+    assert slow.counts() == (1, 2, 0)
+    slow.abort(rid="many")
+    slow.abort(rid="one")
+    slow.send(generate(6, rid="one-0", group="one"), generate(7, rid="many"))
+    assert slow.wait_for_end(6) == slow.wait_for_end(7) == LENGTH
+    assert set(slow.refusals) == {4, 5}
+
+
 # Aborts
 
 
@@ -407,7 +422,7 @@ def test_a_payload_that_cannot_be_decoded_is_refused_to_its_owner_and_the_loop_g
     for number, payload in enumerate([b"\xc1", b"", msgspec.msgpack.encode([1, 1, 2]), deep], start=7):
         header = encode_frame(token, Header(Kind.GENERATE, number, "w2.1"))
         good = generate(number + 100)
-        rank.site.send_frames(
+        rank.site.send_pairs(
             "s0",
             [header, token + payload, encode_frame(token, header_of(good)), encode_frame(token, good)],
         )
@@ -422,11 +437,13 @@ def test_frames_that_belong_to_nobody_are_dropped(start):
     token = rank.site.token
     request = generate(1)
     header, payload = encode_frame(token, header_of(request)), encode_frame(token, request)
-    rank.site.send_frames("s0", [b"not-ours" + header[8:], payload])
-    rank.site.send_frames("s0", [header, b"not-ours" + payload[8:]])
-    rank.site.send_frames("s0", [token + b"\xc1", payload])
-    rank.site.send_frames("s0", [header])
+    rank.site.send_pairs("s0", [b"not-ours" + header[8:], payload])
+    rank.site.send_pairs("s0", [header, b"not-ours" + payload[8:]])
+    rank.site.send_pairs("s0", [token + b"\xc1", payload])
+    rank.site.send_pairs("s0", [header])
     rank.site.send_frames("s0", [b""])
+    rank.site.send_frames("s0", [header, payload])
+    rank.site.send_frames("s0", [b"not-ours" + header[8:], header, payload])
     ownerless = generate(2, owner=None)
     rank.send(ownerless)
     assert rank.counts() == (0, 0, 0)

@@ -14,7 +14,7 @@ from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.ipc.sockets import bind_pull, connect_push
 from multitok.launcher.shared_memory import read_from_shared_memory
 from multitok.messages.codec import FrameDecoder
-from multitok.messages.to_scheduler import GetInternalStateReq
+from multitok.messages.to_scheduler import GetInternalStateReq, life_mark
 from multitok.messages.to_tokenizer import GetInternalStateReqOutput, ToTokenizer
 
 # No worker's: they begin with w and a number. None is used again: what is sent to one that was closed may be lost.
@@ -24,13 +24,18 @@ _ADDRESSES = (f"test{number}" for number in itertools.count())
 class _Sender:
     """Sends to where requests go in, as an owner does."""
 
-    def __init__(self, ports: PortArgs) -> None:
+    def __init__(self, server: Server, ports: PortArgs) -> None:
         addresses = [ports.router_ipc_name] if ports.router_ipc_name is not None else ports.scheduler_ipc_names
         self.sockets = [connect_push(ports.endpoint(address)) for address in addresses]
+        # A scheduler is told which life of it is meant.
+        self._marks: list[list[bytes]] = [[]]
+        if ports.router_ipc_name is None:
+            lives = [server.processes()[f"scheduler:{rank}"]["life"] for rank in range(len(addresses))]
+            self._marks = [[life_mark(ports.start_token, life)] for life in lives]
 
     def send_frames(self, frames: list[bytes | bytearray]) -> None:
-        for socket in self.sockets:
-            socket.send_multipart(frames)
+        for socket, mark in zip(self.sockets, self._marks, strict=True):
+            socket.send_multipart([*mark, *frames])
 
 
 @contextmanager
@@ -40,7 +45,7 @@ def _asking(server: Server) -> Iterator[Callable[[], list[GetInternalStateReqOut
     ports = read_from_shared_memory(block, PortArgs)
     address = next(_ADDRESSES)
     inbox = bind_pull(ports.endpoint(address))
-    sockets = _Sender(ports)
+    sockets = _Sender(server, ports)
     sender = SenderWrapper(sockets, address, ports.start_token)
     decoder: FrameDecoder[ToTokenizer] = FrameDecoder(ports.start_token, ToTokenizer)
 

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -257,6 +258,14 @@ class Server:
         self.wait_for_line(rf"launcher .*{name} \(pid {pid}\) is ready, life \d+", within)
         return pid
 
+    def wait_until_every_worker_is_ready(self, within: float = ERROR_S) -> None:
+        """Wait until every HTTP worker takes requests: it hears of a scheduler a moment after the launcher has."""
+        for name, figures in self.processes().items():
+            role, _, index = name.partition(":")
+            if role == "tokenizer_worker":
+                with self.connection_to(int(index), life=figures["life"]) as client:
+                    eventually(partial(_is_ready, client), within, f"{name} is ready")
+
     # Requests
 
     def connection(self) -> httpx.Client:
@@ -338,3 +347,7 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    return client.get("/ready").is_success

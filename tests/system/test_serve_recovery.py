@@ -121,12 +121,7 @@ def _end(server: Server, part: str, number: signal.Signals) -> int:
 
 def _works(server: Server) -> None:
     """Check that the next answers are right, from the moment on at which everybody has heard of the new part."""
-
-    def serves() -> bool:
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
-        return server.connection().post("/v1/completions", json=body).status_code == 200
-
-    eventually(serves, ERROR_S, "requests are taken again")
+    server.wait_until_every_worker_is_ready()
     for _ in range(4):
         answer = server.openai.completions.create(model=MODEL, prompt=_prompt(999), max_tokens=10)
         assert answer.choices[0].text == echo_text(_prompt(999), 10)
@@ -320,10 +315,17 @@ def test_scheduler_that_comes_back_while_there_is_no_router_is_used_again() -> N
     with Server(*_SLOW, *workers(2), "--hang-timeout", "5") as server:
         scheduler, router = server.pid_of("scheduler:0"), server.pid_of("router")
         assert scheduler is not None and router is not None
+        streams = _Streams(server, 4000, count=8)
+        streams.wait_until_all_have_begun()
         os.kill(router, signal.SIGSTOP)
         os.kill(scheduler, signal.SIGKILL)
         server.wait_for_replacement("scheduler:0", scheduler)
         server.wait_for_replacement("router", router, DETECTION_S[signal.SIGSTOP] + DEATH_S)
+        # Nobody had told their owners of the death.
+        streams.wait_until_all_have_ended(ERROR_S)
+        for stream in streams.all:
+            assert stream.error is not None
+            assert "the engine has died" in stream.error["message"]
         _works(server)
         for worker in (1, 2):
             with server.connection_to(worker) as client:

@@ -152,7 +152,7 @@ class Owner:
         """The children of the next message to a scheduler; their headers must be theirs."""
         socket = self.schedulers[rank].socket
         await until(lambda: socket.poll(0))
-        frames = socket.recv_multipart()
+        frames = self.schedulers[rank].pairs()
         headers = [self._headers.decode(frame) for frame in frames[::2]]
         payloads = [self._payloads.decode(frame) for frame in frames[1::2]]
         for header, payload in zip(headers, payloads, strict=True):

@@ -11,11 +11,14 @@ from test_results import vectors
 
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.step import DetokenizerStep
+from multitok.ipc import sockets
+from multitok.launcher.http_process import _Parts
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import Grammar, SamplingParams
 from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras, RefusedReq
 from multitok.messages.to_scheduler import AbortReq, AckReq, DecodeParams, LiveReq, TokenizedGenerateReqInput
-from multitok.messages.to_tokenizer import LiveReqOutput, RankDied, RankStarted
+from multitok.messages.to_tokenizer import LiveListWanted, LiveReqOutput, RankDied, RankStarted
+from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
 from multitok.tokenizer import recovery
 from multitok.tokenizer.recovery import ENGINE_DIED, can_resume
 from multitok.tokenizer.requests import RequestError
@@ -32,9 +35,11 @@ def in_loop(make_site, monkeypatch):
     """Run a coroutine function with an owner of its own; last words on their way have had their time at once."""
     monkeypatch.setattr(recovery, "_GRACE_S", 0.0)
 
-    def run(test, *, ranks=1, detokenizers=1, resume=False, site=None, **options):
+    def run(test, *, ranks=1, detokenizers=1, resume=False, site=None, queue_timeout=None, **options):
         async def main():
-            made = site or make_site(ranks=ranks, detokenizers=detokenizers, resume_generation=resume)
+            made = site or make_site(
+                ranks=ranks, detokenizers=detokenizers, resume_generation=resume, queue_timeout=queue_timeout
+            )
             async with owner_of(made, **options) as owner:
                 await test(owner)
 
@@ -50,9 +55,9 @@ def rebuilt(rows, offsets, **fields):
     return text_rows(*rows, extras=extras, **fields)
 
 
-def answer(question: LiveReq, rank: int = 0, known: list[int] | None = None) -> LiveReqOutput:
+def answer(question: LiveReq, rank: int = 0, known: list[int] | None = None, life: int = 1) -> LiveReqOutput:
     known = question.numbers if known is None else known
-    return LiveReqOutput(number=question.number, http_worker_ipc="w1.1", rank=rank, known=known)
+    return LiveReqOutput(number=question.number, http_worker_ipc="w1.1", rank=rank, life=life, known=known)
 
 
 async def stream(owner, text="", rank=0, **fields):
@@ -98,7 +103,7 @@ def test_without_any_scheduler_every_client_gets_an_error_and_the_next_ones_are_
         with pytest.raises(RequestError, match="the engine has died") as caught:
             owner.submit("x")
         assert caught.value.status == 503
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=2))
         await until(lambda: owner.manager.results.recovery.any_rank_is_up(0))
         owner.submit("x")
 
@@ -112,7 +117,7 @@ def test_what_a_dead_life_said_counts_no_more(in_loop):
             pass
         owner.deliver(RankDied(rank=0, life=3))
         owner.deliver(text_rows((number, "old", 2, None), rank=0, life=3))
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=4))
         again = await owner.sent_one()
         assert unpacked(again.resumed_ids) == "ab"
         owner.deliver(rebuilt([(number, "new", 2, LENGTH)], [2], rank=0, life=4))
@@ -124,6 +129,57 @@ def test_what_a_dead_life_said_counts_no_more(in_loop):
 
 def unpacked(ids: bytes) -> str:
     return bytes(memoryview(ids).cast("i").tolist()).decode()
+
+
+def test_a_death_that_nobody_has_told_is_known_from_the_next_life(in_loop):
+    async def test(owner):
+        number, _, sink = await stream(owner, "ab")
+        owner.deliver(RankStarted(rank=0, life=2))
+        await until(lambda: sink.errors)
+        assert sink.errors == [(503, ENGINE_DIED)]
+        # What it had said comes late, and is nobody's.
+        owner.deliver(text_rows((number, "c", 2, LENGTH), rank=0, life=1))
+        kept, _, other = await stream(owner)
+        owner.deliver(
+            text_rows((kept, "old", 0, None), rank=0, life=1), text_rows((kept, "x", 0, None), rank=0, life=2)
+        )
+        await until(lambda: other.text)
+        assert other.text == "x"
+        assert owner.manager.is_ready()
+
+    in_loop(test)
+
+
+def test_what_runs_at_the_new_life_is_not_lost_when_the_death_of_the_last_is_told_late(in_loop):
+    """The router had told nobody, when it died itself: the next one does."""
+
+    async def test(owner):
+        number, call, sink = await stream(owner)
+        owner.deliver(text_rows((number, "a", 0, None), rank=0, life=2))
+        await until(lambda: sink.text)
+        owner.deliver(RankStarted(rank=0, life=2), text_rows((number, "b", 1, LENGTH), rank=0, life=2))
+        await until(lambda: call.ended)
+        assert (sink.text, sink.errors) == ("ab", [])
+
+    in_loop(test)
+
+
+def test_what_a_router_that_is_dead_had_said_of_ranks_may_come_after_the_next_ones_word(in_loop):
+    async def test(owner):
+        _, _, sink = await stream(owner)
+        owner.deliver(RankDied(rank=0, life=1), RankStarted(rank=0, life=2))
+        await until(lambda: sink.errors)
+        number, call, sink = await stream(owner)
+        owner.deliver(RankDied(rank=0, life=1), text_rows((number, "a", 0, None), rank=0, life=2))
+        await until(lambda: sink.text)
+        assert owner.manager.is_ready()
+        owner.deliver(RankDied(rank=0, life=2), RankStarted(rank=0, life=2))
+        await until(lambda: call.ended)
+        owner.deliver(LiveListWanted())
+        await until(lambda: owner.manager.results.recovery._list_wanted is False)
+        assert not owner.manager.is_ready()
+
+    in_loop(test)
 
 
 # Requests that may have been at a dead rank
@@ -198,6 +254,39 @@ def test_the_answers_of_ranks_that_die_are_not_waited_for(in_loop):
     in_loop(test, ranks=3)
 
 
+def test_the_answer_of_a_life_that_is_dead_is_none(in_loop):
+    async def test(owner):
+        _, call, sink = await stream(owner)
+        recovery = owner.manager.results.recovery
+        recovery.router_started()
+        question = await live_req(owner)
+        recovery.rank_started(0, 2)
+        # It is asked again, since it may have been lost.
+        again = await live_req(owner)
+        owner.deliver(answer(again, life=1), answer(question, life=2), answer(again, known=[], life=2))
+        sent = await owner.sent_one()
+        assert (type(sent), sent.number) == (TokenizedGenerateReqInput, again.numbers[0])
+        assert not call.ended and not sink.heard
+
+    in_loop(test)
+
+
+def test_what_failed_when_nobody_was_there_is_aborted_at_whoever_gets_it(in_loop):
+    """It may still be on its way to the router when that says so."""
+    busy = Busy()
+
+    async def test(owner):
+        number, _, sink = await stream(owner)
+        _, _, other = await stream(owner, "ab")
+        taken = len(busy.taken)
+        owner.deliver(RankDied(rank=0, life=1))
+        await until(lambda: sink.errors and other.errors)
+        (payload,) = busy.taken[taken:]
+        assert owner._payloads.decode(payload) == AbortReq(number=number, http_worker_ipc="w1.1")
+
+    in_loop(test, sender=busy)
+
+
 def test_a_refusal_that_comes_after_the_request_was_sent_again_ends_it_everywhere(in_loop):
     async def test(owner):
         number, _, sink = await stream(owner)
@@ -222,7 +311,7 @@ def test_a_generation_goes_on_from_its_ids_at_the_next_life(in_loop):
         number, call, sink = await stream(owner, "ab", sampling_params=params, request_id="mine")
         sent = await owner.sent_one()
         owner.deliver(RankDied(rank=0, life=1))
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=2))
         again = await owner.sent_one()
         assert (again.number, unpacked(again.resumed_ids), again.text_length) == (number, "ab", 2)
         again.resumed_ids, again.text_length = b"", 0
@@ -257,7 +346,7 @@ def test_requests_without_a_result_begin_again_at_the_next_life_whatever_they_as
         await until(lambda: call.running)
         sent = await owner.sent()
         owner.deliver(RankDied(rank=0, life=1))
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=2))
         again = [await owner.sent_one() for _ in sent]
         assert sorted(again, key=lambda m: m.number) == sent
         assert not sink.heard
@@ -290,7 +379,7 @@ def test_a_held_request_whose_client_leaves_is_not_sent_again(in_loop):
         owner.deliver(RankDied(rank=0, life=1))
         await until(lambda: not owner.manager.results.recovery.any_rank_is_up(0))
         call.abort()
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=2))
         await until(lambda: owner.manager.results.recovery.any_rank_is_up(0))
         owner.submit("mark", request_id="mark")
         sent = [await owner.sent_one() for _ in range(3)]
@@ -307,14 +396,42 @@ def test_a_time_limit_goes_on_over_lives(in_loop, monkeypatch):
         for request in owner.manager.results._requests.values():
             request.call.sent_at -= 60
         assert [(await owner.sent_one()).timeout for _ in range(2)] == [100.0, None]
-        owner.deliver(RankDied(rank=0, life=1), RankStarted(rank=0))
+        owner.deliver(RankDied(rank=0, life=1), RankStarted(rank=0, life=2))
         again = {message.number: message for message in [await owner.sent_one() for _ in range(2)]}
-        timeouts = [message.timeout for message in again.values()]
-        assert timeouts.count(None) == 1
-        assert 0 < max(t for t in timeouts if t is not None) <= 40
-        assert again[next(iter(call.running))].timeout is None
+        waiting = again.pop(next(iter(call.running)))
+        (begun,) = again.values()
+        # The limits are those that were set, beside the time that is gone.
+        assert (waiting.timeout, waiting.queue_timeout, begun.timeout, begun.queue_timeout) == (None, 80.0, 100.0, 80.0)
+        assert 60 <= begun.spent < 61
+        assert 60 <= waiting.waited < 61
+        # It had begun in time, and waits from now on.
+        assert 0 <= begun.waited < 1
 
-    in_loop(test, resume=True, info=RESUMABLE)
+    in_loop(test, resume=True, info=RESUMABLE, queue_timeout=80.0)
+
+
+@pytest.mark.parametrize("text", ["", "ab"])
+@pytest.mark.parametrize(
+    ("timeout", "queue_timeout", "error"),
+    [
+        (0.1, None, (504, "the request took longer than its limit of 0.1 seconds")),
+        (None, 0.1, (503, "the request waited for more than 0.1 seconds")),
+        (60.0, 0.1, (503, "the request waited for more than 0.1 seconds")),
+    ],
+)
+def test_time_limits_are_watched_while_no_scheduler_is_up(in_loop, text, timeout, queue_timeout, error):
+    async def test(owner):
+        _, _, sink = await stream(owner, text, timeout=timeout)
+        owner.deliver(RankDied(rank=0, life=1))
+        await until(lambda: sink.errors)
+        assert sink.errors == [error]
+        owner.deliver(RankStarted(rank=0, life=2))
+        await until(owner.manager.is_ready)
+        owner.submit("mark", request_id="mark")
+        assert isinstance(await owner.sent_one(), TokenizedGenerateReqInput)
+        assert (await owner.sent_one()).rid == "mark"
+
+    in_loop(test, resume=True, info=RESUMABLE, queue_timeout=queue_timeout)
 
 
 @pytest.mark.parametrize(
@@ -630,6 +747,50 @@ def test_aborts_that_the_schedulers_do_not_take_are_made_up_for_by_one_list(in_l
     in_loop(test, sender=busy)
 
 
+def test_what_a_rank_was_left_out_of_is_made_up_for_by_a_list(in_loop, monkeypatch):
+    monkeypatch.setattr(recovery, "_SILENCE_S", 1000.0)
+
+    async def test(owner):
+        owner.deliver(LiveListWanted())
+        first = await live_req(owner)
+        assert first.numbers == []
+        number, _, _ = await stream(owner)
+        # The open question may be older than what was left out now.
+        owner.deliver(LiveListWanted(), answer(first))
+        second = await live_req(owner)
+        assert second.numbers == [number]
+        assert (first.upto, second.upto) == (number - 1, number)
+        owner.deliver(answer(second))
+        await until(lambda: owner.manager.results.recovery._question is None)
+        owner.submit("mark", request_id="mark")
+        assert (await owner.sent_one()).rid == "mark"
+
+    in_loop(test)
+
+
+def test_in_single_mode_a_rank_that_does_not_read_is_asked_until_it_has_answered(in_loop, make_site, monkeypatch):
+    monkeypatch.setattr(recovery, "_ASK_AGAIN_S", 0.05)
+    site = make_site(ranks=2)
+    with monkeypatch.context() as lower:
+        lower.setattr(sockets, "HIGH_WATER_MARK", 3)
+        dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+
+    async def test(owner):
+        _Parts(owner.manager, dispatcher)
+        # Nobody is at rank 1 yet.
+        owner.schedulers.pop().socket.close(linger=0)
+        calls = [owner.submit("ab")[0] for _ in range(4)]
+        for call in calls:
+            call.abort()
+        assert dispatcher.dropped
+        assert (await live_req(owner, 0)).numbers == []
+        await live_req(owner, 0)
+        owner.schedulers.append(site.inbox("s1", None))
+        assert (await live_req(owner, 1)).numbers == []
+
+    in_loop(test, site=site, sender=dispatcher)
+
+
 def test_a_request_that_can_not_be_sent_again_fails(in_loop):
     busy = Busy()
 
@@ -638,7 +799,7 @@ def test_a_request_that_can_not_be_sent_again_fails(in_loop):
         recovery = owner.manager.results.recovery
         recovery.rank_died(0, 1)
         busy.refusals = 1
-        recovery.rank_started(0)
+        recovery.rank_started(0, 2)
         assert sink.errors == [(503, ENGINE_DIED)]
 
     in_loop(test, sender=busy, resume=True)
@@ -674,7 +835,7 @@ def test_an_owner_that_decodes_for_itself_begins_anew_with_the_next_life(in_loop
         assert len(step) == 1
         owner.deliver(RankDied(rank=0, life=1))
         await until(lambda: not len(step))
-        owner.deliver(row(number, "x", 2, 1), RankStarted(rank=0))
+        owner.deliver(row(number, "x", 2, 1), RankStarted(rank=0, life=2))
         again = await owner.sent_one()
         assert unpacked(again.resumed_ids) == "ab"
         owner.deliver(row(number, "cd", 2, 2, DecodeParams(), b"ab"), row(number, "e", 4, 2, finish=LENGTH))

@@ -82,14 +82,14 @@ async def kill_scheduler(owner, dispatcher, scheduler, detokenizers) -> None:
     owner.site.kill(scheduler)
     for detokenizer in detokenizers:
         detokenizer.send(PartDied("scheduler", 0, 1))
-    dispatcher.rank_died(0)
+    dispatcher.rank_died(0, 1)
     owner.manager.results.rank_died(0, 1)
 
 
 async def start_scheduler(owner, dispatcher, scheduler) -> None:
     await asyncio.to_thread(owner.site.next_life, scheduler, ["s0"])
-    dispatcher.rank_started(0)
-    owner.manager.results.recovery.rank_started(0)
+    dispatcher.rank_started(0, 2)
+    owner.manager.results.rank_started(0, 2)
 
 
 def test_the_streams_of_a_killed_detokenizer_go_on(run):

@@ -20,7 +20,17 @@ from multitok.ipc.sockets import bind_pull
 from multitok.messages.base import BaseBatchReq, BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder
 from multitok.messages.split import check_columns
-from multitok.messages.to_child import Control, LauncherExited, OwnerDied, PartDied, Ping, Stop, ToChild, ToItself
+from multitok.messages.to_child import (
+    Control,
+    LauncherExited,
+    OwnerDied,
+    PartDied,
+    PartStarted,
+    Ping,
+    Stop,
+    ToChild,
+    ToItself,
+)
 from multitok.messages.to_detokenizer import (
     BatchEmbeddingOutput,
     BatchIdentity,
@@ -128,20 +138,27 @@ class DetokenizerManager(MultiHttpWorkerDetokenizerMixin):
                 return message if message.numbers else None
             case RefusedReq():
                 return message
+            case _:
+                self._follow(message)
+        return None
+
+    def _follow(self, order: ToChild | ToItself) -> None:
+        match order:
             case Ping():
-                self._beat(time.monotonic() - message.sent)
+                self._beat(time.monotonic() - order.sent)
             case Control():
-                self._controlled.follow(message)
+                self._controlled.follow(order)
             case OwnerDied():
-                self.socket_mapping.drop(message.address)
-                self.step.owner_died(message.address)
+                self.socket_mapping.drop(order.address)
+                self.step.owner_died(order.address)
             case PartDied(role="scheduler"):
-                self.step.rank_died(message.index, message.life)
+                self.step.rank_died(order.index, order.life)
+            case PartStarted(role="scheduler"):
+                self.step.rank_died(order.index, order.life - 1)
             case Stop():
                 self._stopping = True
             case LauncherExited():
                 raise LauncherGone
-        return None
 
     def _failed(self, frame: bytes) -> BatchStrOutput | None:
         """Return the failure of every request in a batch that can't be decoded, if its leading fields can be."""

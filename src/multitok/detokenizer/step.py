@@ -11,6 +11,7 @@ from operator import attrgetter
 from multitok.detokenizer.incremental import DecodeState, TextDecoder
 from multitok.detokenizer.stop_strings import StopMatcher
 from multitok.messages.base import FinishReason
+from multitok.messages.lives import DeadLives
 from multitok.messages.numbers import owner_of
 from multitok.messages.split import concatenate, handle_output_by_index, take_rows
 from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras, TokenOutput
@@ -26,10 +27,11 @@ _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_
 class _Request:
     """A running request's text."""
 
-    __slots__ = ("decode", "held_ids", "held_rows", "held_texts", "min_new_tokens", "rank", "stops", "stream")
+    __slots__ = ("decode", "held_ids", "held_rows", "held_texts", "life", "min_new_tokens", "rank", "stops", "stream")
 
-    def __init__(self, decoder: TextDecoder, params: DecodeParams, rank: int) -> None:
+    def __init__(self, decoder: TextDecoder, params: DecodeParams, rank: int, life: int) -> None:
         self.rank = rank
+        self.life = life
         self.decode: DecodeState = decoder.start(array("i", params.prompt_tail), params.skip_special_tokens)
         self.stops = StopMatcher(params.stop) if params.stop else None
         self.min_new_tokens = params.min_new_tokens
@@ -97,14 +99,14 @@ class DetokenizerStep:
         self._decoders = decoders
         self.owners: set[str | None] = set()
         self._dead_owners: set[str | None] = set()
-        # The newest dead life of each rank that has died.
-        self._dead_lives: dict[int, int] = {}
+        self._dead_lives = DeadLives()
         self._expects_strays = life > 1
         self._requests: dict[int, _Request] = {}
         # Those that are streamed and have no stop strings: a step does no more for them than push an id each.
         self._plain: dict[int, Callable[[int], str]] = {}
-        # Requests that have ended here, by a stop string or an error, until the last word of the rank that has them.
-        self._tombstones: dict[int, int] = {}
+        # Requests that have ended here, by a stop string or an error, until the last word of the rank, and of its life,
+        # that has them.
+        self._tombstones: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """Return how many requests have state here."""
@@ -123,7 +125,7 @@ class DetokenizerStep:
         BatchStrOutput or None
             Text for the owners; None when there is nothing to tell them.
         """
-        if self._dead_lives and 0 < batch.life <= self._dead_lives.get(batch.rank, 0):
+        if self._dead_lives.has(batch.rank, batch.life):
             return None
         ids = array("i", batch.output_ids)
         lengths = batch.output_lengths
@@ -163,12 +165,12 @@ class DetokenizerStep:
             except Exception as error:
                 _log.exception("request %d: its ids can't be decoded", number)
                 changed.append(_joined(request, _failed(batch, i, error)))
-                self._forget(number, finish, batch.rank)
+                self._forget(number, finish, batch)
                 continue
             if matched is not None:
                 row = _with_text(handle_output_by_index(batch, i), [text])
                 changed.append(_joined(request, _cut(row, cut, FinishReason("stop", matched))))
-                self._forget(number, finish, batch.rank)
+                self._forget(number, finish, batch)
             elif request.stream:
                 texts.append(text)
                 kept.append(i)
@@ -193,12 +195,13 @@ class DetokenizerStep:
             raise ValueError(f"there is no rank {rank}")
 
     def rank_died(self, rank: int, life: int) -> None:
-        """Forget what a dead scheduler had begun; its last word will not come."""
-        self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
+        """Forget what a dead life of a scheduler, or one before it, had begun; its last word will not come."""
+        if not self._dead_lives.add(rank, life):
+            return
         self._expects_strays = True
-        for number in [number for number, request in self._requests.items() if request.rank == rank]:
+        for number in [n for n, request in self._requests.items() if request.rank == rank and request.life <= life]:
             self._remove(number)
-        self._tombstones = {number: its for number, its in self._tombstones.items() if its != rank}
+        self._tombstones = {number: its for number, its in self._tombstones.items() if its[0] != rank or its[1] > life}
 
     def owner_died(self, address: str) -> None:
         """Forget the requests of an owner that is gone."""
@@ -206,7 +209,7 @@ class DetokenizerStep:
         self._dead_owners.add(address)
         for number in [number for number in self._requests if owner_of(number) == address]:
             self._remove(number)
-        self._tombstones = {number: rank for number, rank in self._tombstones.items() if owner_of(number) != address}
+        self._tombstones = {number: its for number, its in self._tombstones.items() if owner_of(number) != address}
 
     def _begin(
         self, batch: BatchTokenIDOutput, i: int, params: DecodeParams, decode_ids: bytes | None
@@ -221,13 +224,13 @@ class DetokenizerStep:
         # Whatever there was of it: this row begins it anew.
         self._remove(number)
         try:
-            request = _Request(self._decoders[batch.rank], params, batch.rank)
+            request = _Request(self._decoders[batch.rank], params, batch.rank, batch.life)
             if decode_ids is not None:
                 offsets = None if batch.extras is None else batch.extras.read_offsets
                 request.rebuild(decode_ids, None if offsets is None else offsets[i])
         except Exception as error:
             _log.exception("request %d can't be begun", number)
-            self._forget(number, None if batch.finished_reasons is None else batch.finished_reasons[i], batch.rank)
+            self._forget(number, None if batch.finished_reasons is None else batch.finished_reasons[i], batch)
             return _failed(batch, i, error)
         self._requests[number] = request
         if request.stream and request.stops is None:
@@ -265,16 +268,16 @@ class DetokenizerStep:
             return None
         if finish is None:
             _log.error("request %d: ids came without the beginning of the request", number)
-            self._tombstones[number] = batch.rank
+            self._tombstones[number] = batch.rank, batch.life
             finish = FinishReason("error", None, 500, "the beginning of the answer was lost")
         self.owners.add(owner)
         # A refusal, or the end of a request that was aborted before its first id.
         return _cut(_with_text(handle_output_by_index(batch, i), [""]), 0, finish)
 
-    def _forget(self, number: int, finish: FinishReason | None, rank: int) -> None:
+    def _forget(self, number: int, finish: FinishReason | None, batch: BatchTokenIDOutput) -> None:
         self._remove(number)
         if finish is None:
-            self._tombstones[number] = rank
+            self._tombstones[number] = batch.rank, batch.life
 
 
 def _take_decode_ids(batch: BatchTokenIDOutput) -> list[bytes | None] | None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -30,6 +30,17 @@ def part_name(role: str, index: int) -> str:
     return role if role in ("router", "fork_server") else f"{role}:{index}"
 
 
+def _send_what_fits(channel: socket.socket, unsent: deque[bytes]) -> None:
+    try:
+        while unsent:
+            channel.send(unsent[0])
+            unsent.popleft()
+    except BlockingIOError:
+        return
+    except OSError:
+        unsent.clear()
+
+
 class ChildProcess:
     """A running child with its channel.
 
@@ -45,6 +56,8 @@ class ChildProcess:
         The launcher's end.
     slot : int or None
         Its line on the load board, among those of its role; None: its index.
+    unsent : iterable of bytes
+        What it is to be told before anything else.
 
     Attributes
     ----------
@@ -61,7 +74,14 @@ class ChildProcess:
     """
 
     def __init__(
-        self, role: str, index: int, life: int, pid: int, channel: socket.socket, slot: int | None = None
+        self,
+        role: str,
+        index: int,
+        life: int,
+        pid: int,
+        channel: socket.socket,
+        slot: int | None = None,
+        unsent: Iterable[bytes] = (),
     ) -> None:
         self.role, self.index, self.life, self.pid = role, index, life, pid
         self.slot = index if slot is None else slot
@@ -72,7 +92,7 @@ class ChildProcess:
         self.exit_status: int | None = None
         self.failure: tuple[str, int] | None = None
         self.channel = channel
-        self._unsent: deque[bytes] = deque()
+        self._unsent = deque(unsent)
         channel.setblocking(False)
         self.pidfd = os.pidfd_open(pid)
         self._decoder: msgspec.msgpack.Decoder[ToLauncher] = msgspec.msgpack.Decoder(ToLauncher)
@@ -85,7 +105,7 @@ class ChildProcess:
         life: int,
         blocks: list[str],
         listen_sockets: dict[str, socket.socket],
-        briefing: ToChild | None = None,
+        briefing: Sequence[ToChild] = (),
     ) -> ChildProcess:
         """Start a new interpreter.
 
@@ -97,12 +117,13 @@ class ChildProcess:
             Names of the shared blocks that it reads.
         listen_sockets : dict of str to socket
             What it inherits, by address.
-        briefing : ToChild or None
-            Lies in its channel when it begins.
+        briefing : sequence of messages
+            What it finds in its channel when it begins: as much of it as there is room for.
         """
         ours, theirs = make_channel()
-        if briefing is not None:
-            ours.send(msgspec.msgpack.encode(briefing))
+        ours.setblocking(False)
+        unsent = deque(map(msgspec.msgpack.encode, briefing))
+        _send_what_fits(ours, unsent)
         fds = {address: sock.fileno() for address, sock in listen_sockets.items()}
         with theirs:
             process = subprocess.Popen(
@@ -120,7 +141,7 @@ class ChildProcess:
             )
         # Reaped by pid, as adopted children are; Popen must not warn that it was not waited for.
         process.returncode = 0
-        return cls(role, index, life, process.pid, ours)
+        return cls(role, index, life, process.pid, ours, unsent=unsent)
 
     @property
     def part(self) -> tuple[str, int]:
@@ -158,14 +179,7 @@ class ChildProcess:
 
     def send_rest(self) -> None:
         """Send what the channel had no room for."""
-        try:
-            while self._unsent:
-                self.channel.send(self._unsent[0])
-                self._unsent.popleft()
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unsent.clear()
+        _send_what_fits(self.channel, self._unsent)
 
     def receive(self) -> list[ToLauncher]:
         """Return the messages that have arrived."""

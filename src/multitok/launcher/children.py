@@ -97,7 +97,8 @@ class Children:
 class Announcer:
     """Tells the children which parts and owners come and go, and a new life what it has missed.
 
-    Whoever is not ready hears nothing; it is briefed when it is. HTTP workers hear of parts, all others of owners too.
+    A part is briefed before it begins and then told everything, ready or not: so it knows what has happened before it
+    looks at any message. HTTP workers hear of parts, all others of owners too.
 
     Parameters
     ----------
@@ -111,19 +112,37 @@ class Announcer:
         self._children = children
         self._runtime_dir = Path(runtime_dir)
         self._down: dict[tuple[str, int], PartDied] = {}
-        # Owners that ended while a part was down: what is on its way to it may still name them.
+        # The newest life of each scheduler that was ready.
+        self._lives: dict[int, int] = {}
+        # Owners that ended since the last life of a part that was ready: what is on its way to it may still name them.
         self._missed: dict[tuple[str, int], list[OwnerDied]] = {}
 
+    @property
+    def scheduler_lives(self) -> list[int]:
+        """Of each scheduler the newest life that was ready; all have been ready once."""
+        return [self._lives[rank] for rank in sorted(self._lives)]
+
+    def briefing(self, role: str, index: int) -> list[ToChild]:
+        """Return what a part that begins now has to know: which lives are past, who is down, who is there."""
+        if role not in _ANNOUNCED:
+            return []
+        up = [PartStarted(SCHEDULER, *life) for life in self._lives.items() if (SCHEDULER, life[0]) not in self._down]
+        return [
+            *(message for message in up if message.life > 1),
+            *(message for part, message in self._down.items() if part != (role, index)),
+            *self._missed.get((role, index), ()),
+            *(OwnerStarted(_address(worker)) for worker in self._children.of(WORKER) if worker.ready),
+        ]
+
     def became_ready(self, child: ChildProcess) -> None:
-        """Brief a child that has just become ready, and tell the others of it."""
+        """Tell the others of a child that has just become ready."""
         if child.role == WORKER:
             self._tell_parts(OwnerStarted(_address(child)))
         elif child.role in _ANNOUNCED:
             self._down.pop(child.part, None)
-            briefing: list[ToChild] = [*self._missed.pop(child.part, ())]
-            briefing += [OwnerStarted(_address(worker)) for worker in self._children.of(WORKER) if worker.ready]
-            for message in [*briefing, *self._down.values()]:
-                child.send(message)
+            self._missed.pop(child.part, None)
+            if child.role == SCHEDULER:
+                self._lives[child.index] = child.life
             if child.life > 1:
                 self._tell_everybody(PartStarted(*child.part, child.life), but=child)
 
@@ -147,12 +166,12 @@ class Announcer:
 
     def _tell_parts(self, message: OwnerStarted | OwnerDied) -> None:
         for child in self._children.all():
-            if child.role in _ANNOUNCED and child.ready:
+            if child.role in _ANNOUNCED:
                 child.send(message)
 
     def _tell_everybody(self, message: PartDied | PartStarted, but: ChildProcess | None = None) -> None:
         for child in self._children.all():
-            if child is not but and (child.ready if child.role in _ANNOUNCED else child.role == WORKER):
+            if child is not but and child.role in (*_ANNOUNCED, WORKER):
                 child.send(message)
 
 

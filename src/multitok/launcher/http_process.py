@@ -123,17 +123,19 @@ class _Parts:
     def __init__(self, manager: TokenizerManager, dispatcher: RankDispatcher | None) -> None:
         self._results = manager.results
         self._dispatcher = dispatcher
+        if dispatcher is not None:
+            dispatcher.on_dropped = lambda _: manager.results.recovery.list_wanted()
 
     def follow(self, order: ToChild) -> None:
         """Follow an order of the launcher, if it is one about parts."""
         recovery, dispatcher = self._results.recovery, self._dispatcher
         match order:
             case PartDied(role="scheduler") if dispatcher is not None:
-                dispatcher.rank_died(order.index)
+                dispatcher.rank_died(order.index, order.life)
                 self._results.rank_died(order.index, order.life)
             case PartStarted(role="scheduler") if dispatcher is not None:
-                dispatcher.rank_started(order.index)
-                recovery.rank_started(order.index)
+                dispatcher.rank_started(order.index, order.life)
+                self._results.rank_started(order.index, order.life)
             case PartStarted(role="detokenizer"):
                 recovery.detokenizer_started(order.index)
             case PartDied(role="router"):
@@ -158,7 +160,7 @@ async def _serve(
     engine_infos = read_from_shared_memory(order.block, list[EngineInfo])
     dispatcher = None
     if port_args.router_ipc_name is None:
-        dispatcher = RankDispatcher(port_args, routing_policy(server_args, port_args, board))
+        dispatcher = RankDispatcher(port_args, routing_policy(server_args, port_args, board), order.lives)
     models = [
         _served_model(index, settings[index], port_args.models[index].ranks, board, tools[index], engine_infos)
         for index in range(len(settings))

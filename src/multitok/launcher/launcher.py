@@ -296,7 +296,8 @@ class Launcher:
             FORK_SERVER: [],
         }[role]
         blocks, sockets = self._shared.child_blocks, self._shared.sockets(addresses)
-        child = ChildProcess.spawn(role, index, life, blocks, sockets, self._control.briefing)
+        briefing = [self._control.briefing, *self._announcer.briefing(role, index)]
+        child = ChildProcess.spawn(role, index, life, blocks, sockets, briefing)
         self._children.watch(child)
         _log.debug("started %s, life %d, pid %d", child.name, child.life, child.pid)
 
@@ -363,7 +364,7 @@ class Launcher:
 
     def _send_start(self, worker: ChildProcess) -> None:
         if self._info_block is not None:
-            worker.send(Start(self._info_block))
+            worker.send(Start(self._info_block, self._announcer.scheduler_lives))
             self._announcer.brief_worker(worker)
 
     # Deaths

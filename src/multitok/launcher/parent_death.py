@@ -29,8 +29,8 @@ def kill_itself_when_parent_died(parent_pid: int, death_signal: signal.Signals) 
     parent_pid : int
         The launcher.
     death_signal : Signals
-        SIGKILL where a step may keep Python from handling any other. SIGCONT reaches one that is stopped, or about to
-        be stopped, which is left alone by every other signal.
+        SIGKILL where a step may keep Python from handling any other; SIGCONT is the only other one that reaches a
+        process which is stopped, or about to be.
 
     Raises
     ------

@@ -35,6 +35,11 @@ class RequestNumbers:
             raise ValueError(f"worker {index}, life {life}: out of range")
         self._next = (index << _LIFE_BITS | life) << _COUNTER_BITS
 
+    @property
+    def last(self) -> int:
+        """The newest number that was returned."""
+        return self._next
+
     def next(self) -> int:
         """Return a number that was never returned before."""
         self._next += 1

@@ -8,9 +8,18 @@ from multitok.messages.control import ControlOperation, ControlState
 
 
 class Start(msgspec.Struct, array_like=True, tag=1, gc=False):
-    """To an HTTP worker: the schedulers are up; `block` is the shared block with `scheduler_info`."""
+    """To an HTTP worker: the schedulers are up.
+
+    Attributes
+    ----------
+    block : str
+        The shared block with `scheduler_info`.
+    lives : list of int
+        Which life of each scheduler was the last to be ready; of one that has died since, `PartDied` follows.
+    """
 
     block: str
+    lives: list[int]
 
 
 class OwnerStarted(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -65,7 +74,9 @@ class LauncherExited(msgspec.Struct, array_like=True, tag=7, gc=False):
 
 
 class PartStarted(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A scheduler, a detokenizer or the router has begun a new life, and is ready.
+    """A scheduler, a detokenizer or the router has begun a new life, and is ready; the lives before it are dead.
+
+    A part that starts while a scheduler is in a later life than its first hears it, too.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Messages that a scheduler receives, through the router in multi mode.
 
 On the wire each is a pair of frames, header and payload; a message of several pairs is a batch whose children may go
-to different ranks. The router reads headers only.
+to different ranks. The router reads headers only. What reaches a scheduler begins with one frame more, its `life_mark`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ class Kind(IntEnum):
 
 
 REQUEST_KINDS = frozenset({Kind.GENERATE, Kind.EMBEDDING})
+
+
+def life_mark(start_token: bytes, life: int) -> bytes:
+    """Return the frame in front of a message to a scheduler that says which life of it is meant: any other drops it.
+
+    A socket to a scheduler that was killed may reach the next one before it is closed.
+    """
+    return start_token + life.to_bytes(4, "little")
 
 
 class Header(msgspec.Struct, array_like=True, gc=False):
@@ -110,7 +118,9 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     tenant : int
         Whose limits it counts against: a hash of the API key; 0 where there are no keys.
     timeout, queue_timeout : float or None
-        Seconds from its arrival at the scheduler until it is ended, and until it must have begun.
+        Seconds until it is ended, and until it must have begun.
+    spent, waited : float
+        How many of each had passed before this scheduler got it: another has died, or has lost it.
     resumed_ids : bytes
         Output ids of an earlier life of the scheduler, packed int32: the engine takes them behind the prompt, and the
         output goes on after them. `sampling_params` still counts them.
@@ -133,6 +143,8 @@ class TokenizedGenerateReqInput(BaseReq, tag=1, kw_only=True):
     tenant: int = 0
     timeout: float | None = None
     queue_timeout: float | None = None
+    spent: float = 0.0
+    waited: float = 0.0
     resumed_ids: bytes = b""
     text_length: int = 0
     engine_fields: EngineFields | None = None
@@ -151,6 +163,8 @@ class TokenizedEmbeddingReqInput(BaseReq, tag=2, kw_only=True):
     tenant: int = 0
     timeout: float | None = None
     queue_timeout: float | None = None
+    spent: float = 0.0
+    waited: float = 0.0
 
 
 class AbortReq(BaseReq, tag=3, kw_only=True):
@@ -171,11 +185,13 @@ class LiveReq(BaseReq, tag=6, kw_only=True):
     """Everything that an owner still waits for; sent to all ranks when a part has begun a new life, or after a gap.
 
     A rank ends what it has of this owner and is not in the list, sends again what is missing of `resend`, and answers
-    with a `LiveReqOutput`; `number` identifies the question. It comes after the requests that it names: they take the
-    same way.
+    with a `LiveReqOutput`; `number` identifies the question. It comes after the requests that it names where they take
+    the same way; those that went through a router that has died since may come later.
 
     Attributes
     ----------
+    upto : int
+        Newest request number that the owner had given out: what it sends after this is not in the list, and not meant.
     numbers : list of int
         The owner's live requests, at whatever rank.
     token_counts, text_lengths : list of int
@@ -185,6 +201,7 @@ class LiveReq(BaseReq, tag=6, kw_only=True):
         dropped.
     """
 
+    upto: int
     numbers: list[int]
     token_counts: list[int]
     text_lengths: list[int]

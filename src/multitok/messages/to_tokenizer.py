@@ -50,13 +50,14 @@ class LiveReqOutput(BaseReq, tag=21, kw_only=True):
 
     Attributes
     ----------
-    rank : int
-        Who answers.
+    rank, life : int
+        Who answers, and which life of it.
     known : list of int
         Those of the listed requests that it has: waiting, running, or ended without an acknowledgement.
     """
 
     rank: int
+    life: int
     known: list[int]
 
 
@@ -65,20 +66,29 @@ class RankDied(BaseReq, tag=22, kw_only=True):
 
     Attributes
     ----------
-    rank : int
-        Which.
-    life : int
-        Which life of it; 0: not said.
+    rank, life : int
+        Which, and which life of it.
     """
 
     rank: int
-    life: int = 0
+    life: int
 
 
 class RankStarted(BaseReq, tag=23, kw_only=True):
-    """A new life of a scheduler takes requests from now on; `rank` says which."""
+    """A life of a scheduler takes requests; every earlier one is dead, whether or not that was said.
+
+    Attributes
+    ----------
+    rank, life : int
+        Which, and which life of it.
+    """
 
     rank: int
+    life: int
+
+
+class LiveListWanted(BaseReq, tag=24, kw_only=True):
+    """A scheduler that does not read was not sent an abort or an acknowledgement: it has to hear what is live."""
 
 
 ToTokenizer = (
@@ -90,4 +100,5 @@ ToTokenizer = (
     | LiveReqOutput
     | RankDied
     | RankStarted
+    | LiveListWanted
 )

@@ -31,11 +31,12 @@ from multitok.messages.to_child import (
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
 from multitok.messages.to_scheduler import Header, Kind
-from multitok.messages.to_tokenizer import RankDied, RankStarted
+from multitok.messages.to_tokenizer import LiveListWanted, RankDied, RankStarted
 from multitok.router.policies import RoutingPolicy
 from multitok.router.rank_dispatcher import RankDispatcher, Undelivered
 
 _log = logging.getLogger(__name__)
+_News = RankDied | RankStarted | RefusedReq | LiveListWanted
 
 
 class MultiTokenizerRouter:
@@ -70,6 +71,7 @@ class MultiTokenizerRouter:
         self._endpoint = port_args.endpoint(port_args.router_ipc_name)
         self.receive_from_worker = bind_pull(self._endpoint, port_args.listen_fds[port_args.router_ipc_name])
         self.send_to_scheduler = RankDispatcher(port_args, policy)
+        self.send_to_scheduler.on_dropped = lambda owner: self._tell(owner, LiveListWanted())
         control = port_args.endpoint(port_args.control_ipc_name)
         self.recv_from_detokenizer = bind_pull(control, port_args.listen_fds[port_args.control_ipc_name])
         # Main thread to handle_loop: refusals and deaths go through the same socket as everything else for workers.
@@ -78,7 +80,6 @@ class MultiTokenizerRouter:
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self._orders: FrameDecoder[ToChild | ToItself] = FrameDecoder(port_args.start_token, ToChild | ToItself)
         self.live_owners: set[str] = set()
-        self._lives_that_died: dict[int, int] = {}
 
     def run(self) -> None:
         """Serve until the launcher says stop.
@@ -98,6 +99,9 @@ class MultiTokenizerRouter:
 
     def router_worker_obj(self) -> None:
         """Forward from the workers to the schedulers, and follow the launcher, until it says stop."""
+        # What there is to know from the start comes before what workers have sent to the last life.
+        for order in self._channel.receive():
+            self._follow(order)
         # The launcher's orders come on the same address, one frame each: a loop that waits for one socket makes two
         # system calls per message.
         forward_orders(self._channel, self._endpoint, self._port_args.start_token)
@@ -105,7 +109,7 @@ class MultiTokenizerRouter:
         while not self._stopping:
             frames = self.receive_from_worker.recv_multipart()
             if len(frames) == 1:
-                self._follow(frames[0])
+                self._follow_frame(frames[0])
                 continue
             try:
                 self.send_to_scheduler.send_frames(frames)
@@ -144,17 +148,15 @@ class MultiTokenizerRouter:
         else:
             self.socket_mapping.send_frames(header.owner, frames[1:])
 
-    def _follow(self, frame: bytes) -> None:
+    def _follow_frame(self, frame: bytes) -> None:
         if not self._orders.is_ours(frame):
             return
         try:
-            order = self._orders.decode(frame)
+            self._follow(self._orders.decode(frame))
         except msgspec.DecodeError as error:
             _log.error("dropped an order that can't be decoded: %s", error)
-        else:
-            self._obey(order)
 
-    def _obey(self, order: ToChild | ToItself) -> None:
+    def _follow(self, order: ToChild | ToItself) -> None:
         match order:
             case Ping():
                 self._beat(time.monotonic() - order.sent)
@@ -163,23 +165,23 @@ class MultiTokenizerRouter:
             case OwnerStarted():
                 self.live_owners.add(order.address)
                 down = self.send_to_scheduler.down
-                for rank in range(len(self._port_args.scheduler_ipc_names)):
+                for rank, life in enumerate(self.send_to_scheduler.lives):
                     if rank in down:
-                        self._tell(order.address, RankDied(rank=rank, life=self._lives_that_died[rank]))
-                    elif self._port_args.life > 1:
-                        # It may have come back while there was no router to say so.
-                        self._tell(order.address, RankStarted(rank=rank))
+                        self._tell(order.address, RankDied(rank=rank, life=life))
+                    elif life > 1:
+                        # The last life may have died, and this one come, while there was no router to say so.
+                        self._tell(order.address, RankStarted(rank=rank, life=life))
             case OwnerDied():
                 self.live_owners.discard(order.address)
+                self.send_to_scheduler.owner_died(order.address)
                 self._send_to_handle_loop(Header(Kind.CONTROL, 0, order.address))
             # Only when nothing goes to a rank any more, or goes there again, are the owners told.
             case PartDied(role="scheduler"):
-                self.send_to_scheduler.rank_died(order.index)
-                self._lives_that_died[order.index] = order.life
+                self.send_to_scheduler.rank_died(order.index, order.life)
                 self._tell_all(RankDied(rank=order.index, life=order.life))
             case PartStarted(role="scheduler"):
-                self.send_to_scheduler.rank_started(order.index)
-                self._tell_all(RankStarted(rank=order.index))
+                self.send_to_scheduler.rank_started(order.index, order.life)
+                self._tell_all(RankStarted(rank=order.index, life=order.life))
             case Stop():
                 self._stopping = True
             case LauncherExited():
@@ -193,9 +195,9 @@ class MultiTokenizerRouter:
         for header in undelivered.headers:
             self._tell(header.owner, RefusedReq(number=header.number, status=503, message=undelivered.reason))
 
-    def _tell(self, owner: str | None, message: RankDied | RankStarted | RefusedReq) -> None:
+    def _tell(self, owner: str | None, message: _News) -> None:
         message.http_worker_ipc = owner
         self._send_to_handle_loop(Header(Kind.CONTROL, message.number, owner), message)
 
-    def _send_to_handle_loop(self, *messages: Header | RankDied | RankStarted | RefusedReq) -> None:
+    def _send_to_handle_loop(self, *messages: Header | _News) -> None:
         self._to_handle_loop.send_multipart([encode_frame(self._port_args.start_token, m) for m in messages])

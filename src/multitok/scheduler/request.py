@@ -94,8 +94,8 @@ class ScheduledRequest:
         self.admitted = 0.0
         self.first_token = 0.0
         self.finished = 0.0
-        self.must_begin = _deadline(received, message.queue_timeout)
-        self.must_end = _deadline(received, message.timeout)
+        self.must_begin = _deadline(received - message.waited, message.queue_timeout)
+        self.must_end = _deadline(received - message.spent, message.timeout)
         self.is_over = False
         self.last: EngineOutput | None = None
         self.cached_tokens = 0
@@ -155,6 +155,6 @@ def token_limit(message: RequestMessage) -> int:
     return prompt + message.sampling_params.max_new_tokens if isinstance(message, TokenizedGenerateReqInput) else prompt
 
 
-def _deadline(received: float, seconds: float | None) -> float:
+def _deadline(begin: float, seconds: float | None) -> float:
     # In this order a NaN, which no heap could hold, is 0.
-    return math.inf if seconds is None else received + max(0.0, seconds)
+    return math.inf if seconds is None else max(0.0, begin + seconds)

@@ -103,8 +103,8 @@ class RequestTable:
 
     def reason_to_refuse(self, message: RequestMessage) -> tuple[int, str] | None:
         """Return why there is no room for a request: HTTP status, and words meant for the client."""
-        if message.rid is not None and message.rid in self._numbers_by_rid:
-            return 400, f"a request with the id {message.rid!r} is running already"
+        if (taken := self._taken_id(message)) is not None:
+            return 400, f"a request with the id {taken!r} is running already"
         problem = self._tenants.problem_of(message.tenant, token_limit(message))
         if problem is not None:
             return 429, problem
@@ -116,6 +116,12 @@ class RequestTable:
             if self.waiting.tokens + tokens > self._max_queued_tokens:
                 return 503, "too many prompt tokens are waiting; try again later"
         return None
+
+    def _taken_id(self, message: RequestMessage) -> str | None:
+        rid, group = message.rid, message.group
+        if rid is not None and (rid in self._numbers_by_rid or rid in self._numbers_by_group):
+            return rid
+        return group if group is not None and group in self._numbers_by_rid else None
 
     def add(self, request: ScheduledRequest) -> None:
         """Let a request wait."""

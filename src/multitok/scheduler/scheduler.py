@@ -18,6 +18,7 @@ from multitok.ipc.socket_mapping import SocketMapping
 from multitok.ipc.sockets import bind_pull, readable
 from multitok.messages.base import BaseReq, FinishReason
 from multitok.messages.codec import FrameDecoder, encode_frame
+from multitok.messages.time_limits import took_too_long, waited_too_long
 from multitok.messages.to_child import Control, OwnerDied, Stop
 from multitok.messages.to_detokenizer import RefusedReq
 from multitok.messages.to_launcher import Ready
@@ -32,6 +33,7 @@ from multitok.messages.to_scheduler import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
     ToScheduler,
+    life_mark,
 )
 from multitok.messages.to_tokenizer import GetInternalStateReqOutput, LiveReqOutput
 from multitok.scheduler.rank_control import RankControl
@@ -50,6 +52,10 @@ _BEAT_S = 1.0
 _TURN_S = 0.005
 _AT_A_TIME = 64
 _MOST_UNHANDLED = 4096
+# How long a flood of messages keeps an owner's live list from being compared.
+_LONGEST_FLOOD_S = 5.0
+# How often last words are said again that a detokenizer had no room for.
+_SAY_AGAIN_S = 1.0
 
 
 class LoadSlot(Protocol):
@@ -120,8 +126,16 @@ class Scheduler:
         self._step_timeout = server_args.step_timeout
         address = port_args.scheduler_ipc_names[self._rank]
         self._receive = bind_pull(port_args.endpoint(address), port_args.listen_fds[address])
+        self._mark = life_mark(port_args.start_token, self._life)
         # Received, but not yet looked at: a header and a payload each.
         self._unhandled: deque[tuple[bytes, bytes]] = deque()
+        # The newest live list of each owner, until nothing waits any more that may have been sent before it; and when
+        # that has taken too long.
+        self._live_lists: dict[str, LiveReq] = {}
+        self._compare_by = 0.0
+        # Last words that could not be sent, on requests that nobody will ask about; and when to try again.
+        self._unsaid: list[ScheduledRequest] = []
+        self._say_again_at = 0.0
         self._mapping = SocketMapping(port_args)
         self._headers: FrameDecoder[Header] = FrameDecoder(port_args.start_token, Header)
         self._payloads: FrameDecoder[ToScheduler] = FrameDecoder(port_args.start_token, ToScheduler)
@@ -175,6 +189,10 @@ class Scheduler:
                     self._follow_launcher()
             begun = time.monotonic()
             self._handle_messages()
+            if self._live_lists:
+                self._compare_live_lists()
+            if self._unsaid:
+                self._say_again()
             self._end_overdue()
             self._admit()
             if woken or self._may_step:
@@ -217,8 +235,12 @@ class Scheduler:
     def _receive_messages(self) -> None:
         # What is not yet looked at bounds what is taken in: the rest waits in the socket, whose other end has a limit.
         while len(self._unhandled) < _MOST_UNHANDLED and readable(self._receive):
-            frames = self._receive.recv_multipart(zmq.NOBLOCK)
-            self._unhandled.extend(zip(frames[::2], frames[1::2], strict=False))
+            mark, *frames = self._receive.recv_multipart(zmq.NOBLOCK)
+            if mark == self._mark:
+                self._unhandled.extend(zip(frames[::2], frames[1::2], strict=False))
+            else:
+                # Of another start, which is counted, or meant for a life that is dead.
+                self._headers.is_ours(mark)
 
     def _handle_messages(self) -> None:
         """Handle messages for a limited time, so that no flood of them keeps the engine from its next step."""
@@ -255,8 +277,10 @@ class Scheduler:
                 self._abort(message)
             case GetInternalStateReq():
                 self._reply(message, self._internal_state(message.number))
-            case LiveReq():
-                self._compare(message)
+            case LiveReq() if message.http_worker_ipc is not None:
+                if not self._live_lists:
+                    self._compare_by = time.monotonic() + _LONGEST_FLOOD_S
+                self._live_lists[message.http_worker_ipc] = message
 
     def _take(self, message: RequestMessage, header: Header) -> None:
         number, owner = message.number, message.http_worker_ipc
@@ -285,27 +309,37 @@ class Scheduler:
             # Its last id was made, but the engine that made it did not live to say so.
             self._end_early([request], FinishReason("length"))
 
-    def _compare(self, live: LiveReq) -> None:
-        """End what its owner doesn't wait for, send it again what it lacks, and say what there is."""
-        owner, table = live.http_worker_ipc, self._table
-        if owner is None or owner in self._dead_owners:
+    def _compare_live_lists(self) -> None:
+        """Compare what owners wait for with what there is, once everything that was sent before has been handled.
+
+        A list that comes by a new router overtakes what the last one had sent: it waits in another connection.
+        """
+        if (self._unhandled or readable(self._receive)) and time.monotonic() < self._compare_by:
             return
+        lists, self._live_lists = self._live_lists, {}
+        for owner, live in lists.items():
+            if owner not in self._dead_owners:
+                self._compare(owner, live)
+
+    def _compare(self, owner: str, live: LiveReq) -> None:
+        """End what its owner doesn't wait for, send it again what it lacks, and say what there is."""
+        table = self._table
         if not len(live.numbers) == len(live.token_counts) == len(live.text_lengths):
             _log.error("dropped a list of live requests of %s, whose columns disagree", owner)
             return
         listed = set(live.numbers)
-        self._end_early(
-            [request for request in table.live() if request.owner == owner and request.number not in listed],
-            FinishReason("abort"),
-            acknowledged=True,
-        )
-        for request in [*table.unacknowledged.values()]:
-            if request.owner == owner and request.number not in listed:
-                table.acknowledge(request.number)
+
+        def is_unwanted(request: ScheduledRequest) -> bool:
+            return request.owner == owner and request.number not in listed and request.number <= live.upto
+
+        self._end_early([*filter(is_unwanted, table.live())], FinishReason("abort"), acknowledged=True)
+        for request in [*filter(is_unwanted, table.unacknowledged.values())]:
+            table.acknowledge(request.number)
         for destination, batch in rebuilding_batches(missing_of(live, table), self._rank, self._life):
             self._mapping.send_output(destination, batch)
         known = [number for number in live.numbers if table.find(number) is not None]
-        self._reply(live, LiveReqOutput(number=live.number, http_worker_ipc=owner, rank=self._rank, known=known))
+        answer = LiveReqOutput(number=live.number, http_worker_ipc=owner, rank=self._rank, life=self._life, known=known)
+        self._reply(live, answer)
 
     def _destination(self, header: Header) -> str:
         detokenizers = self._port_args.detokenizer_ipc_names
@@ -349,12 +383,9 @@ class Scheduler:
         for request in self._table.overdue():
             message = request.message
             if time.monotonic() < request.must_end:
-                self._refuse_waiting(
-                    request, 503, f"the request waited for more than {message.queue_timeout:g} seconds"
-                )
+                self._refuse_waiting(request, *waited_too_long(message))
             else:
-                words = f"the request took longer than its limit of {message.timeout:g} seconds"
-                self._end_early([request], FinishReason("error", None, 504, words))
+                self._end_early([request], FinishReason("error", None, *took_too_long(message)))
 
     def _fail_all(self, message: str) -> None:
         finish = FinishReason("error", None, 500, message)
@@ -376,7 +407,19 @@ class Scheduler:
             if request.admitted:
                 self._engine.abort(request.number)
             self._table.end(request, acknowledged=acknowledged)
-        self._send([(request, EngineOutput(request.number, [], finish)) for request in requests])
+        unsent = self._send([(request, EngineOutput(request.number, [], finish)) for request in requests])
+        if acknowledged:
+            self._unsaid += unsent
+
+    def _say_again(self) -> None:
+        """Say again what a detokenizer had no room for: it keeps the state of these requests until then."""
+        now = time.monotonic()
+        if now >= self._say_again_at:
+            self._say_again_at = now + _SAY_AGAIN_S
+            aborted = FinishReason("abort")
+            # Of an owner that is dead the detokenizers have forgotten everything.
+            unsaid = [request for request in self._unsaid if request.owner not in self._dead_owners]
+            self._unsaid = self._send([(request, EngineOutput(request.number, [], aborted)) for request in unsaid])
 
     def _forget_owner(self, address: str) -> None:
         self._dead_owners.add(address)
@@ -427,14 +470,20 @@ class Scheduler:
                 self._table.end(request, acknowledged=False)
         self._send(rows)
 
-    def _send(self, rows: list[Row]) -> None:
+    def _send(self, rows: list[Row]) -> list[ScheduledRequest]:
+        """Send rows to their destinations; returns the requests of those that were not taken."""
         by_destination: dict[str, list[Row]] = {}
         for row in rows:
             by_destination.setdefault(row[0].destination, []).append(row)
         generates = self._engine.info.task == "generate"
         now = time.monotonic()
+        unsent: list[ScheduledRequest] = []
         for destination, its_rows in by_destination.items():
-            if generates:
-                self._mapping.send_output(destination, token_batch(its_rows, self._rank, self._life, now))
-            else:
-                self._mapping.send_output(destination, embedding_batch(its_rows, self._rank, now))
+            batch = (
+                token_batch(its_rows, self._rank, self._life, now)
+                if generates
+                else embedding_batch(its_rows, self._rank, now)
+            )
+            if not self._mapping.send_output(destination, batch):
+                unsent += [request for request, _ in its_rows]
+        return unsent

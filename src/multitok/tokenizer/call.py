@@ -25,8 +25,8 @@ class SubRequest:
         What it belongs to.
     index : int
         Its choice.
-    rank : int or None
-        The scheduler that has it, once it is known.
+    rank, life : int or None
+        The scheduler that has it, once it is known, and which life of it.
     prompt_tokens, cached_tokens : int
         Prompt ids, and how many of them were in the engine's cache.
     output_ids : bytearray
@@ -37,6 +37,8 @@ class SubRequest:
         Length of `output_ids` at which something was found to be missing, and asked for; -1: nowhere.
     was_sent_again : bool
         Two schedulers may have it.
+    waiting_at, waiting_since : int, float or None
+        Since when it waits for the engine, with how much in `output_ids`; None: since it was sent.
     """
 
     __slots__ = (
@@ -44,12 +46,15 @@ class SubRequest:
         "cached_tokens",
         "call",
         "index",
+        "life",
         "message",
         "number",
         "output_ids",
         "prompt_tokens",
         "rank",
         "text_length",
+        "waiting_at",
+        "waiting_since",
         "was_sent_again",
     )
 
@@ -64,12 +69,15 @@ class SubRequest:
         self.call = call
         self.index = index
         self.rank: int | None = None
+        self.life = 0
         self.prompt_tokens = len(message.input_ids) // 4
         self.cached_tokens = 0
         self.output_ids = bytearray()
         self.text_length = 0
         self.asked_at = -1
         self.was_sent_again = False
+        self.waiting_at = 0
+        self.waiting_since: float | None = None
 
 
 _Input = TypeVar("_Input", GenerateInput, EmbeddingInput)

@@ -90,8 +90,9 @@ class TokenizerManager:
         self.control = control
         self._describe = describe
         detokenizers = max(1, len(port_args.detokenizer_ipc_names))
+        numbers = RequestNumbers(port_args.index, port_args.life)
         self._maker = RequestMaker(
-            RequestNumbers(port_args.index, port_args.life),
+            numbers,
             # Workers begin at different ones.
             itertools.cycle((self.worker_id + i) % detokenizers for i in range(detokenizers)),
         )
@@ -108,6 +109,7 @@ class TokenizerManager:
             Recovery(
                 requests,
                 self._sender,
+                numbers,
                 ranks=ranks,
                 resume=[
                     partial(can_resume, info=model.engine_info) if model.args.resume_generation else None
@@ -116,6 +118,8 @@ class TokenizerManager:
                 patience=max(model.args.step_timeout for model in models) + _PATIENCE_S,
             ),
         )
+        for model in models:
+            model.has_rank = partial(self.results.recovery.any_rank_is_up, model.index)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # Life

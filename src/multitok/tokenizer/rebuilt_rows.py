@@ -37,7 +37,7 @@ def cut_known_beginnings(batch: BatchStrOutput, requests: Mapping[int, SubReques
         request = requests.get(number)
         if request is not None and offset is not None:
             # Where it runs now.
-            request.rank = batch.rank
+            request.rank, request.life = batch.rank, batch.life
             known = len(request.output_ids) // 4 - batch.first_indexes[i]
             known_text = request.text_length - offset
             # Failures have no text, whatever was there before.

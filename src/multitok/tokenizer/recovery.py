@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,7 +13,10 @@ import zmq
 
 from multitok.engines.base import EngineInfo, may_go_on
 from multitok.ipc.sender_wrapper import SenderWrapper
+from multitok.messages.lives import DeadLives
+from multitok.messages.numbers import RequestNumbers
 from multitok.messages.sampling import SamplingParams
+from multitok.messages.time_limits import took_too_long, waited_too_long
 from multitok.messages.to_scheduler import AbortReq, LiveReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
 from multitok.messages.to_tokenizer import LiveReqOutput
 from multitok.tokenizer.call import SubRequest
@@ -36,6 +40,12 @@ def can_resume(params: SamplingParams, info: EngineInfo) -> bool:
     """Whether a generation that has begun can go on from its ids with exactly those of an undisturbed run."""
     # What was said of single ids would be lacking.
     return params.logprobs is None and may_go_on(params, info.resumable)
+
+
+def _times_of(request: SubRequest) -> tuple[float, float]:
+    """Return for how many seconds a request has been there, and has been waiting for the engine."""
+    now, sent_at = time.monotonic(), request.call.sent_at
+    return now - sent_at, now - (sent_at if request.waiting_since is None else request.waiting_since)
 
 
 class _Question:
@@ -78,6 +88,8 @@ class Recovery:
         The running requests, by number.
     sender : SenderWrapper
         To the schedulers.
+    numbers : RequestNumbers
+        This owner's.
     ranks : sequence of sequence of int
         Of each model the ranks that serve it: its requests are known to these and are sent to no others.
     resume : sequence of (callable or None)
@@ -91,6 +103,7 @@ class Recovery:
         self,
         requests: dict[int, SubRequest],
         sender: SenderWrapper,
+        numbers: RequestNumbers,
         *,
         ranks: Sequence[Sequence[int]],
         resume: Sequence[Callable[[SamplingParams], bool] | None],
@@ -98,11 +111,12 @@ class Recovery:
     ) -> None:
         self._requests = requests
         self._sender = sender
+        self._numbers = numbers
         self._resume = resume
         self._patience = patience
         self._ranks_up = [set(its) for its in ranks]
         self._model_of = {rank: model for model, its in enumerate(ranks) for rank in its}
-        self._dead_lives: dict[int, int] = {}
+        self._dead_lives = DeadLives()
         self._router_up = True
         # Lost, and waiting for a rank that takes requests.
         self._held: set[int] = set()
@@ -116,6 +130,8 @@ class Recovery:
         self._seen: dict[int, tuple[int, int]] = {}
         # Something could not be sent, and the next question makes up for it.
         self._behind = False
+        # Some rank was left out of something that the open question may have been sent before.
+        self._list_wanted = False
         self._retry_delay = _RETRY_S
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -139,15 +155,19 @@ class Recovery:
 
     def is_late(self, rank: int, life: int) -> bool:
         """Whether a life of a scheduler has said this that is dead: its requests are somebody else's now."""
-        return bool(self._dead_lives) and 0 < life <= self._dead_lives.get(rank, 0)
+        return self._dead_lives.has(rank, life)
 
     # What has happened
 
     def rank_died(self, rank: int, life: int) -> None:
-        """Fail or send again what a scheduler had; find out about the requests that it may have had."""
+        """Fail or send again what a life of a scheduler had; find out about the requests that it may have had."""
+        # What a router said that has died since may come after the next one's word.
+        if self._dead_lives.add(rank, life):
+            self._ranks_up[self._model_of[rank]].discard(rank)
+            self._lose(rank, life)
+
+    def _lose(self, rank: int, life: int) -> None:
         model = self._model_of[rank]
-        self._ranks_up[model].discard(rank)
-        self._dead_lives[rank] = max(life, self._dead_lives.get(rank, 0))
         unknown = False
         for request in list(self._requests.values()):
             if request.message.model != model:
@@ -155,15 +175,22 @@ class Recovery:
             # One that failed has taken the others of its call along.
             if request.number not in self._requests or request.number in self._held:
                 continue
-            if request.rank == rank or (request.rank is None and not self._ranks_up[model]):
+            if request.rank == rank and request.life <= life:
                 self._lost(request, RequestError(503, ENGINE_DIED))
+            elif request.rank is None and not self._ranks_up[model]:
+                self._lost(request, RequestError(503, ENGINE_DIED))
+                if request.number not in self._held:
+                    # It may be on its way to the next life.
+                    self._say_abort(request)
             elif request.rank is None:
                 unknown = True
         if unknown or self._question is not None:
             self._ask()
 
-    def rank_started(self, rank: int) -> None:
-        """Send what was held until a scheduler of its model takes requests."""
+    def rank_started(self, rank: int, life: int) -> None:
+        """Send what was held until a scheduler of its model takes requests; what it had in an earlier life is lost."""
+        if self._dead_lives.has(rank, life):
+            return
         model = self._model_of[rank]
         self._ranks_up[model].add(rank)
         held, self._held = self._held, set()
@@ -175,6 +202,8 @@ class Recovery:
                 self._send_again(request)
             else:
                 self._held.add(number)
+        if self._dead_lives.add(rank, life - 1):
+            self._lose(rank, life - 1)
         if self._resend:
             self._ask_soon()
 
@@ -218,14 +247,19 @@ class Recovery:
             self._behind = True
             self._after(self._retry_delay, self._ask)
 
+    def list_wanted(self) -> None:
+        """Tell all ranks what is live, until they have answered: one was left out of an abort or an acknowledgement."""
+        self._list_wanted = True
+        self._ask_soon()
+
     def heard(self, answer: LiveReqOutput) -> None:
         """Take one rank's answer."""
         question = self._question
-        if question is None or answer.number != question.number:
+        if question is None or answer.number != question.number or self.is_late(answer.rank, answer.life):
             return
         for number in answer.known:
             if (request := self._requests.get(number)) is not None:
-                request.rank = answer.rank
+                request.rank, request.life = answer.rank, answer.life
         question.known.update(answer.known)
         if answer.rank in question.awaited:
             question.awaited.discard(answer.rank)
@@ -253,16 +287,18 @@ class Recovery:
 
     def _ask(self) -> None:
         """Tell all ranks what this owner waits for, and ask what they have of it; this replaces an open question."""
-        self._behind = False
+        self._behind = self._list_wanted = False
         if not self._router_up or not any(self._ranks_up):
             # Whichever starts next has it asked, or sends what is held.
             self._forget_question()
             return
-        live = [request for request in self._requests.values() if request.number not in self._held]
-        resend = self._resend.intersection(request.number for request in live)
+        # Nothing is held while a rank is up.
+        live = [*self._requests.values()]
+        resend = self._resend.intersection(self._requests)
         self._questions += 1
         message = LiveReq(
             number=self._questions,
+            upto=self._numbers.last,
             numbers=[request.number for request in live],
             token_counts=[len(request.output_ids) // 4 for request in live],
             text_lengths=[request.text_length for request in live],
@@ -311,7 +347,7 @@ class Recovery:
             if request.number in self._requests:
                 self._lost(request, RequestError(500, "the request was lost when a part of the server died"))
         self._resend.intersection_update(self._requests)
-        if self._resend:
+        if self._resend or self._list_wanted:
             self._ask_soon()
 
     def _unknown_of(self, question: _Question) -> list[SubRequest]:
@@ -346,6 +382,8 @@ class Recovery:
 
     def _lost(self, request: SubRequest, error: RequestError) -> None:
         """Go on with a request that no scheduler has any more, if that is possible."""
+        if request.waiting_at != len(request.output_ids):
+            request.waiting_at, request.waiting_since = len(request.output_ids), time.monotonic()
         model = request.message.model
         resume, is_up = self._resume[model], bool(self._ranks_up[model])
         if request.output_ids:
@@ -380,29 +418,33 @@ class Recovery:
     def _hold(self, request: SubRequest) -> None:
         request.rank = None
         self._held.add(request.number)
-        # No scheduler watches its time here.
-        if request.message.timeout is not None and self._loop is not None:
-            left = request.call.sent_at + request.message.timeout - time.monotonic()
-            self._loop.call_later(max(0.0, left), self._held_too_long, request)
+        self._watch_held(request)
 
-    def _held_too_long(self, request: SubRequest) -> None:
-        if request.number in self._held and self._requests.get(request.number) is request:
+    def _watch_held(self, request: SubRequest) -> None:
+        """Do what a scheduler does where there is one: look at the time limits of a request that waits."""
+        if request.number not in self._held or self._requests.get(request.number) is not request:
+            return
+        message = request.message
+        spent, waited = _times_of(request)
+        to_end = math.inf if message.timeout is None else message.timeout - spent
+        to_begin = math.inf if message.queue_timeout is None else message.queue_timeout - waited
+        if min(to_end, to_begin) <= 0:
             self._held.discard(request.number)
-            limit = request.message.timeout
-            self._fail(request, RequestError(504, f"the request took longer than its limit of {limit:g} seconds"))
+            words = took_too_long if to_end <= 0 else waited_too_long
+            self._fail(request, RequestError(*words(message)))
+        elif min(to_end, to_begin) < math.inf and self._loop is not None:
+            self._loop.call_later(min(to_end, to_begin), self._watch_held, request)
 
     def _send_again(self, request: SubRequest) -> None:
         message = request.message
-        spent = time.monotonic() - request.call.sent_at
-        if message.timeout is not None:
-            message = msgspec.structs.replace(message, timeout=max(0.0, message.timeout - spent))
+        if message.timeout is not None or message.queue_timeout is not None:
+            spent, waited = _times_of(request)
+            message = msgspec.structs.replace(message, spent=spent, waited=waited)
         if request.output_ids:
             assert isinstance(message, TokenizedGenerateReqInput)
             message = msgspec.structs.replace(
                 message, resumed_ids=bytes(request.output_ids), text_length=request.text_length
             )
-        elif message.queue_timeout is not None:
-            message = msgspec.structs.replace(message, queue_timeout=max(0.0, message.queue_timeout - spent))
         request.rank = None
         request.asked_at = -1
         request.was_sent_again = True

@@ -20,6 +20,7 @@ from multitok.messages.to_scheduler import AbortReq, AckReq
 from multitok.messages.to_tokenizer import (
     BatchStrIdentity,
     BatchStrOutput,
+    LiveListWanted,
     LiveReqOutput,
     RankDied,
     RankStarted,
@@ -133,6 +134,12 @@ class ResultReceiver:
             self._detokenize_step.rank_died(rank, life)
         self.recovery.rank_died(rank, life)
 
+    def rank_started(self, rank: int, life: int) -> None:
+        """A life of a scheduler takes requests; every earlier one is dead."""
+        if self._detokenize_step is not None:
+            self._detokenize_step.rank_died(rank, life - 1)
+        self.recovery.rank_started(rank, life)
+
     # Receiving
 
     def _on_readable(self) -> None:
@@ -174,19 +181,21 @@ class ResultReceiver:
                     if request.was_sent_again:
                         # The refusal may have been on its way when nobody knew the request; then somebody has it now.
                         self._say(AbortReq(number=message.number))
-            case LiveReqOutput() | RankDied() | RankStarted():
+            case LiveReqOutput() | RankDied() | RankStarted() | LiveListWanted():
                 self._handle_recovery(message)
             case _:
                 _log.error("%s came, which nobody asked for", type(message).__name__)
 
-    def _handle_recovery(self, message: LiveReqOutput | RankDied | RankStarted) -> None:
+    def _handle_recovery(self, message: LiveReqOutput | RankDied | RankStarted | LiveListWanted) -> None:
         match message:
             case LiveReqOutput():
                 self.recovery.heard(message)
             case RankDied():
                 self.rank_died(message.rank, message.life)
             case RankStarted():
-                self.recovery.rank_started(message.rank)
+                self.rank_started(message.rank, message.life)
+            case LiveListWanted():
+                self.recovery.list_wanted()
 
     def _fail_batch(self, frame: bytes) -> None:
         """Fail every request in a batch that can't be decoded, if its leading fields can be."""
@@ -227,7 +236,7 @@ class ResultReceiver:
             if first * 4 != have and not self._continues(request, first, row_ids, finish):
                 continue
             if not have:
-                request.rank = batch.rank
+                request.rank, request.life = batch.rank, batch.life
             request.output_ids += row_ids
             request.text_length += len(text)
             if finish is None and text and call.single and not detailed:

@@ -104,12 +104,18 @@ class ServedModel:
         self.text_tools = text_tools
         self.chat_template = text_tools.chat_template
         self.token_text = text_tools.token_text
-        self.is_up = is_up
+        self._is_up = is_up
+        # Whether this process has heard so, too; a part that begins anew tells it a moment later.
+        self.has_rank: Callable[[], bool] = lambda: True
         self.is_full = is_full
         self._backend = text_tools.backend
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         # /tokenize and /detokenize, however long they take, don't keep a prompt waiting.
         self._side_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="side")
+
+    def is_up(self) -> bool:
+        """Whether requests for it are taken."""
+        return self._is_up() and self.has_rank()
 
     def close(self) -> None:
         """End the threads."""
