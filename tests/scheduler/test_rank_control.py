@@ -247,9 +247,9 @@ def next_life(rank: Rank, state: ControlState):
     listeners = {rank.address: site._listeners[rank.address]}
     site.kill(rank.child)
     blocks = [block.name for block in site._blocks]
-    child = type(rank.child).spawn("scheduler", 0, 2, blocks, listeners, Control(state))
+    child = type(rank.child).spawn("scheduler", 0, 2, blocks, listeners, [Control(state)])
     site.children.append(child)
-    rank.child = child
+    rank.child, rank.life = child, 2
     return child
 
 

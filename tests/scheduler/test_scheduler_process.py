@@ -309,8 +309,8 @@ def test_the_id_of_a_call_is_taken_whether_it_has_one_request_or_several(slow):
         refusal = slow.wait_for_refusal(number)
         assert (refusal.status, refusal.message) == (400, f"a request with the id {taken!r} is running already")
     assert slow.counts() == (1, 2, 0)
-    slow.abort(rid="many")
-    slow.abort(rid="one")
+    slow.operate(AbortMatching("many"))
+    slow.operate(AbortMatching("one"))
     slow.send(generate(6, rid="one-0", group="one"), generate(7, rid="many"))
     assert slow.wait_for_end(6) == slow.wait_for_end(7) == LENGTH
     assert set(slow.refusals) == {4, 5}

@@ -18,7 +18,8 @@ from multitok.messages.sampling import Grammar, SamplingParams
 from multitok.messages.to_detokenizer import BatchTokenIDOutput, OutputExtras, RefusedReq
 from multitok.messages.to_scheduler import AbortReq, AckReq, DecodeParams, LiveReq, TokenizedGenerateReqInput
 from multitok.messages.to_tokenizer import LiveListWanted, LiveReqOutput, RankDied, RankStarted
-from multitok.router.rank_dispatcher import RankDispatcher, RoundRobinPolicy
+from multitok.router.policies import RoundRobinPolicy
+from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer import recovery
 from multitok.tokenizer.recovery import ENGINE_DIED, can_resume
 from multitok.tokenizer.requests import RequestError
@@ -773,7 +774,7 @@ def test_in_single_mode_a_rank_that_does_not_read_is_asked_until_it_has_answered
     site = make_site(ranks=2)
     with monkeypatch.context() as lower:
         lower.setattr(sockets, "HIGH_WATER_MARK", 3)
-        dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy(2)))
+        dispatcher = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
 
     async def test(owner):
         _Parts(owner.manager, dispatcher)
@@ -882,11 +883,11 @@ def test_what_is_held_waits_for_a_rank_of_its_own_model(in_loop, make_site):
         for rank in range(3):
             owner.deliver(RankDied(rank=rank, life=1))
         await until(lambda: not any(owner.manager.results.recovery.any_rank_is_up(model) for model in (0, 1)))
-        owner.deliver(RankStarted(rank=2))
+        owner.deliver(RankStarted(rank=2, life=2))
         while not isinstance(again := await owner.sent_one(2), TokenizedGenerateReqInput) or not again.resumed_ids:
             pass
         assert (again.number, again.model) == (second, 1)
-        owner.deliver(RankStarted(rank=0))
+        owner.deliver(RankStarted(rank=0, life=2))
         while not isinstance(again := await owner.sent_one(0), TokenizedGenerateReqInput) or not again.resumed_ids:
             pass
         assert (again.number, again.model) == (first, 0)
