@@ -60,20 +60,21 @@ class RequestMaker:
         Raises
         ------
         RequestError
-            400: a prompt is empty, too long or not of this vocabulary, or leaves too little room.
+            400: a prompt is empty or too long, or leaves too little room.
         """
         request = call.request
         children: list[TokenizedGenerateReqInput] = []
         several = len(call.prompt_ids) * request.n > 1
-        for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, self._info.vocab_size, self._args.max_prompt_tokens)
+        for ids in call.prompt_ids:
+            check_prompt(ids, self._args.max_prompt_tokens)
             params = fit_output(request, len(ids) // 4, self._info.context_length)
             decode_params = DecodeParams(
                 prompt_tail=ids[-4 * _TAIL_IDS :] if request.raw else b"",
                 stop=request.stop or None,
                 skip_special_tokens=request.skip_special_tokens,
                 min_new_tokens=params.min_new_tokens,
-                stream=request.stream,
+                # Log probabilities of a whole answer may be two million: too many for one message.
+                stream=request.stream or params.logprobs is not None,
             )
             for i in range(request.n):
                 seeded = (
@@ -99,8 +100,8 @@ class RequestMaker:
     def embedding(self, call: EmbeddingCall) -> BatchTokenizedEmbeddingReqInput:
         """Return the requests of a call for embeddings, whose prompts are cut where that is wanted; see `generate`."""
         request = call.request
-        for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, self._info.vocab_size, None)
+        for ids in call.prompt_ids:
+            check_prompt(ids, None)
         call.prompt_ids = [fit_prompt(ids, self.longest_prompt, request.truncate) for ids in call.prompt_ids]
         several = len(call.prompt_ids) > 1
         children = [

@@ -6,6 +6,7 @@ callback, once per step and choice. There is no task, future or queue between a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -40,7 +41,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     Attributes
     ----------
     prompts : list of (str or bytes)
-        Text, or packed int32 ids in native order.
+        Text, or packed int32 ids in native order, which the caller has checked against the vocabulary.
     sampling_params : SamplingParams
         For every sub-request; sub-request i of a prompt gets ``seed + i``.
     max_new_tokens : int or None
@@ -87,7 +88,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
-    """One call for embeddings: text, or packed int32 ids, one row each.
+    """One call for embeddings: text, or packed int32 ids of the vocabulary, one row each.
 
     Text longer than the model's limit is cut when `truncate` is set, else refused.
     """
@@ -116,9 +117,9 @@ class GenerateOutput(msgspec.Struct, gc=False):
         Set in the last output of a choice, with the counts below. ``error`` never comes here: `on_error` gets it.
     prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens : int
         Totals; `completion_tokens` is always set, the others in the last output.
-    logprobs : list of float or None
+    logprobs : sequence of float or None
         Of each new id.
-    top_logprobs : list of list of (int, float) or None
+    top_logprobs : iterable of list of (int, float) or None
         Likeliest ids of each new position.
     """
 
@@ -130,8 +131,8 @@ class GenerateOutput(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
+    logprobs: Sequence[float] | None = None
+    top_logprobs: Iterable[Sequence[tuple[int, float]]] | None = None
 
 
 class EmbeddingOutput(msgspec.Struct, gc=False):

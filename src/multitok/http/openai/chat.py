@@ -28,8 +28,7 @@ from multitok.http.openai.common import (
     wants_usage,
 )
 from multitok.http.openai.logprobs import chat_logprobs, chat_logprobs_parts
-from multitok.http.openai.messages import check_messages
-from multitok.http.openai.prompts import unpack_ids
+from multitok.http.openai.messages import check_arguments, check_messages
 from multitok.http.openai.sampling import (
     FieldChecker,
     read_n,
@@ -41,6 +40,7 @@ from multitok.http.openai.sampling import (
 from multitok.http.openai.types import ChatRequest, refuse_unsupported, unsupported_fields
 from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
+from multitok.http.token_ids import unpack_ids
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
 from multitok.tokenizer.template_limits import INLINE_SECONDS, MOST_SECONDS, TemplateTooSlow, time_limit
 
@@ -129,6 +129,8 @@ def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
     if len(body.messages) > _MANY_MESSAGES and not in_thread:
         raise TakesLong
     check_messages(body.messages, manager.context_length)
+    if in_thread:
+        check_arguments(body.messages)
     template = manager.chat_template
     if template is None:
         raise RequestError(400, "the model has no chat template; use /v1/completions", "messages")
@@ -150,6 +152,7 @@ def render_chat(body: ChatRequest, manager: Manager, in_thread: bool) -> str:
         with time_limit(MOST_SECONDS if in_thread else INLINE_SECONDS):
             return template.render(
                 body.messages,
+                in_thread,
                 add_generation_prompt=not going_on if opening is None else opening,
                 continue_final_message=going_on,
                 **arguments,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -28,7 +27,7 @@ from multitok.http.openai.common import (
     wants_usage,
 )
 from multitok.http.openai.logprobs import CompletionLogprobs, completion_logprobs, completion_logprobs_parts
-from multitok.http.openai.prompts import read_prompts, unpack_ids
+from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.sampling import (
     FieldChecker,
     read_n,
@@ -40,6 +39,7 @@ from multitok.http.openai.sampling import (
 from multitok.http.openai.types import CompletionRequest, refuse_unsupported, unsupported_fields
 from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
+from multitok.http.token_ids import unpack_ids
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
 
 DEFAULT_MAX_TOKENS = 16
@@ -62,7 +62,7 @@ class CompletionRoute(BodyRoute):
         check_task("generate", manager)
         refuse_unsupported(body, _UNSUPPORTED)
         info = manager.engine_info
-        prompts = read_prompts(body.prompt, "prompt", info.vocab_size, limits)
+        prompts = read_prompts(body.prompt, "prompt", info, limits)
         n = read_n(body.n, len(prompts), limits.max_prompts)
         if body.best_of is not None and body.best_of != n:
             raise invalid("best_of", "is only supported when equal to n")
@@ -113,10 +113,8 @@ class CompletionRoute(BodyRoute):
 
     async def _echo_ids(self, exchange: HttpExchange, request: GenerateInput, writer: CompletionWriter) -> None:
         """Find the text of prompts that were given as ids, then go on; rare enough for a task."""
-        decode = self._manager.detokenize
-        writer.echo = await asyncio.gather(
-            *(decode(unpack_ids(ids), request.skip_special_tokens) for ids in request.prompts if isinstance(ids, bytes))
-        )
+        prompts = [ids for ids in request.prompts if isinstance(ids, bytes)]
+        writer.echo = await self._manager.detokenize(prompts, request.skip_special_tokens)
         generate(exchange, self._manager, request, writer)
 
 
