@@ -5,6 +5,7 @@
     python benchmarks/scenario.py streams       2,000 streams at once on one worker
     python benchmarks/scenario.py latency       added p99 inter-token delay at half of saturation
     python benchmarks/scenario.py health        /health while 100k-token prompts and a 27 MB body arrive
+    python benchmarks/scenario.py bodies        how long /health waits beside bodies of very many small things
 
 Options of `multitok serve` come after --, such as `-- --detokenizer-worker-num 0`.
 """
@@ -23,7 +24,7 @@ from scenarios.context import Context
 
 from multitok.bench.target import BenchError
 
-NAMES = ("flat-cost", "memory", "streams", "latency", "health")
+NAMES = ("flat-cost", "memory", "streams", "latency", "health", "bodies")
 
 
 def main() -> int:

@@ -79,6 +79,8 @@ VALUES: dict[str, bytes] = {
     "list of 10**6": b"[1000000]",
     "list of 5000 numbers": b"[" + b"1," * 4999 + b"1]",
     "list of 5000 strings": b"[" + b'"x",' * 4999 + b'"x"]',
+    "list of 140000 numbers": b"[" + b"1," * 139_999 + b"1]",
+    "list of 140000 objects": b"[" + b"{}," * 139_999 + b"{}]",
     "mixed list": b'[1,"a",[1]]',
     "list of a deep list": b"[" * 500 + b"]" * 500,
     "object": b'{"a":1}',

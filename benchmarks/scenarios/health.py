@@ -24,6 +24,7 @@ _BODY_BYTES = 27_000_000
 _EVERY_S = 0.005
 _ROUNDS = 5
 _QUIET_S = 2.0
+_PATH = "/v1/chat/completions"
 _PHASES = (("prompts", True, False), ("huge body", False, True), ("both", True, True))
 
 
@@ -34,13 +35,14 @@ def run(context: Context) -> Result:
     words = prompts[0].encode()
     huge = _chat((words * (_BODY_BYTES // len(words) + 1))[: _BODY_BYTES - 1000].decode(errors="ignore"))
     with context.serve() as server:
-        _post(server.target, _chat("warm up"))
-        quiet, _ = _polled(server.target, lambda: time.sleep(_QUIET_S))
+        post(server.target, _PATH, _chat("warm up"))
+        quiet, _ = polled(server.target, lambda: time.sleep(_QUIET_S))
         answers: list[Any] = []
 
         def arrive(bodies: list[bytes]) -> None:
             threads = [
-                threading.Thread(target=lambda body=body: answers.append(_post(server.target, body))) for body in bodies
+                threading.Thread(target=lambda body=body: answers.append(post(server.target, _PATH, body)))
+                for body in bodies
             ]
             for thread in threads:
                 thread.start()
@@ -56,7 +58,7 @@ def run(context: Context) -> Result:
                     [_chat(f"{name} {number} {k} {text}") for k, text in enumerate(prompts)] if with_prompts else []
                 )
                 bodies += [huge] if with_huge else []
-                times, took = _polled(server.target, lambda bodies=bodies: arrive(bodies))
+                times, took = polled(server.target, lambda bodies=bodies: arrive(bodies))
                 waits += times
                 seconds.append(round(took, 2))
             figures = msgspec.to_builtins(percentiles(waits))
@@ -76,21 +78,35 @@ def _chat(text: str) -> bytes:
     return json.dumps(body).encode()
 
 
-def _post(target: Target, body: bytes) -> tuple[int, float]:
+def post(target: Target, path: str, body: bytes) -> tuple[int, float]:
+    """Return a request's status, and how long it took."""
     start = time.perf_counter()
     connection = http.client.HTTPConnection(target.host, target.port, timeout=300)
-    connection.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+    connection.request("POST", path, body, {"content-type": "application/json"})
     response = connection.getresponse()
     response.read()
     connection.close()
     return response.status, round(time.perf_counter() - start, 2)
 
 
-def _polled(target: Target, work: Any) -> tuple[list[float], float]:
-    """Return how long /health took each time while `work` ran, and how long that was."""
+def polled(target: Target, work: Any, *, from_due: bool = True) -> tuple[list[float], float]:
+    """Return how long /health took each time while `work` ran, and how long that was.
+
+    Parameters
+    ----------
+    target : Target
+        The server.
+    work : callable
+        What runs meanwhile.
+    from_due : bool
+        Each time counts from when the request was due: a slow answer must not hide those that would have waited behind
+        it. Otherwise from when it was sent: the longest time that a single one took.
+    """
     ours, theirs = multiprocessing.Pipe()
     # A process of its own: nothing that happens here must look like the server's delay.
-    poller = multiprocessing.get_context("spawn").Process(target=_poll, args=(target.host, target.port, theirs))
+    poller = multiprocessing.get_context("spawn").Process(
+        target=_poll, args=(target.host, target.port, theirs, from_due)
+    )
     poller.start()
     ours.recv()
     start = time.perf_counter()
@@ -102,15 +118,16 @@ def _polled(target: Target, work: Any) -> tuple[list[float], float]:
     return times, seconds
 
 
-def _poll(host: str, port: int, pipe: Connection) -> None:
+def _poll(host: str, port: int, pipe: Connection, from_due: bool) -> None:
     connection = http.client.HTTPConnection(host, port, timeout=60)
     times: list[float] = []
     pipe.send(None)
     due = time.perf_counter()
     while not pipe.poll():
+        if not from_due:
+            due = time.perf_counter()
         connection.request("GET", "/health")
         connection.getresponse().read()
-        # From when it was due: a slow answer must not hide those that would have waited behind it.
         times.append(time.perf_counter() - due)
         due += _EVERY_S
         time.sleep(max(0.0, due - time.perf_counter()))

@@ -12,7 +12,7 @@ import queue
 import socket
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -112,6 +112,7 @@ class DoubleTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        large: bool = False,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -193,9 +194,10 @@ class DoubleManager:
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[bytes]:
         return [pack(("\x01" if add_special_tokens else "") + text) for text in texts]
 
-    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    async def detokenize(self, prompts: list[bytes], skip_special_tokens: bool = True) -> list[str]:
         # No tokenizer makes half of a pair.
-        return "".join("\ufffd" if 0xD800 <= i < 0xE000 else chr(i) for i in ids)
+        rows = [memoryview(ids).cast("i") for ids in prompts]
+        return ["".join("\ufffd" if 0xD800 <= i < 0xE000 else chr(i) for i in row) for row in rows]
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return chr(token_id), chr(token_id).encode()

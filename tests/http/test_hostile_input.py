@@ -196,7 +196,7 @@ def test_many_choices_of_what_is_large_are_refused(generator: RunningServer) -> 
     with generator.connect() as connection:
         for fields, param in (
             ({"prompt": "x" * 20_000, "n": 2000}, "n"),
-            ({"prompt": [1] * 5_000, "n": 2000}, "n"),
+            ({"prompt": [1] * 4_000, "n": 2048, "stop": "x" * 1000}, "n"),
             ({"prompt": ["x"] * 1000, "response_format": schema(text="x" * 60_000)}, "prompt"),
             ({"n": 2000, "logit_bias": {str(i): 1 for i in range(1024)}, "stop": ["x" * 1000] * 4}, None),
         ):

@@ -24,7 +24,7 @@ from multitok.tokenizer.backends import ReferenceBackend, TokenizerBackend
 from multitok.tokenizer.manager import TokenizerManager
 from multitok.tokenizer.requests import EmbeddingInput, GenerateInput, RequestError
 from multitok.tokenizer.served_model import ServedModel
-from parts import DEADLINE_S, VOCAB_SIZE, Inbox, Site, byte_tokenizer, pack
+from parts import DEADLINE_S, VOCAB_SIZE, Inbox, Site, byte_tokenizer, pack, unpack
 
 T = TypeVar("T")
 
@@ -120,8 +120,10 @@ class ByteTools:
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         return byte_tokenizer().decode([token_id]), bytes([token_id])
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return str(byte_tokenizer().decode(ids, skip_special_tokens=skip_special_tokens))
+    def decode_batch(self, prompts: Sequence[bytes], skip_special_tokens: bool = True) -> list[str]:
+        rows = [unpack(ids) for ids in prompts]
+        texts: list[str] = byte_tokenizer().decode_batch(rows, skip_special_tokens=skip_special_tokens)
+        return texts
 
 
 class Owner:

@@ -277,6 +277,14 @@ def test_messages_that_the_fast_engine_cannot_take_go_to_the_reference():
         assert fast.render(messages) == reference.render(messages)
 
 
+def test_large_messages_go_to_the_reference(monkeypatch):
+    fast, _ = PAIRS["smollm2"]
+    messages = [{"role": "user", "content": "a"}]
+    monkeypatch.setattr(ChatTemplate, "_render_reference", lambda self, variables: "by the reference")
+    assert fast.render(messages, True) == "by the reference"
+    assert fast.render(messages) != "by the reference"
+
+
 def test_a_template_cannot_change_the_messages_of_a_request():
     messages = [{"role": "user", "content": "a", "tool_calls": [{"a": 1}]}]
     template = ChatTemplate("{{ messages[0].tool_calls.append(1) }}", None, None)

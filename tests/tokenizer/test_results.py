@@ -91,6 +91,35 @@ def test_no_result_is_left_when_more_come_than_are_taken_at_once(in_loop):
     in_loop(test)
 
 
+def test_others_have_their_turn_between_many_results(in_loop, monkeypatch):
+    waiting = [[b"result"] for _ in range(20)]
+    turns: list[int] = [0]
+    taken: list[int] = []
+
+    def drain(socket):
+        while waiting:
+            yield waiting.pop()
+
+    def turn():
+        turns[0] += 1
+        if waiting:
+            asyncio.get_running_loop().call_soon(turn)
+
+    async def test(owner):
+        results = owner.manager.results
+        monkeypatch.setattr("multitok.tokenizer.results._TURN_S", 0.0)
+        monkeypatch.setattr("multitok.tokenizer.results.drain", drain)
+        monkeypatch.setattr(results, "_take", lambda frame: taken.append(turns[0]))
+        turn()
+        # Edges that come meanwhile are no turns of their own.
+        for _ in range(5):
+            results._on_readable()
+        await until(lambda: not waiting)
+        assert taken == list(range(1, 21))
+
+    in_loop(test)
+
+
 def test_what_cannot_be_decoded_or_is_foreign_or_unasked_for_is_dropped_and_the_rest_goes_on(in_loop, caplog):
     async def test(owner):
         number, _, sink = await owner.start_one()

@@ -5,19 +5,25 @@ import threading
 import zlib
 
 import pytest
+import zmq
 from owner_under_test import Sink, engine_info, owner_of, text_rows, until
 
 from multitok.ipc import sockets
 from multitok.messages.base import FinishReason
 from multitok.messages.numbers import owner_of as life_of
 from multitok.messages.sampling import SamplingParams
-from multitok.messages.to_scheduler import AbortReq, TokenizedEmbeddingReqInput, TokenizedGenerateReqInput
+from multitok.messages.to_scheduler import (
+    AbortReq,
+    BatchTokenizedGenerateReqInput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
 from multitok.router.policies import RoundRobinPolicy
 from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer.backends import ReferenceBackend
 from multitok.tokenizer.requests import RequestError
 from multitok.tokenizer.worker import TokenizerWorker
-from parts import VOCAB_SIZE, byte_tokenizer, pack
+from parts import byte_tokenizer, pack
 
 LENGTH = FinishReason("length")
 # More characters than are tokenized inside the event loop.
@@ -54,6 +60,16 @@ def test_a_text_is_sent_as_ids_with_the_owners_address_and_number(in_loop):
         params = message.decode_params
         assert (params.stop, params.skip_special_tokens, params.stream) == (["x"], False, True)
         assert params.prompt_tail == message.input_ids
+
+    in_loop(test)
+
+
+def test_text_with_log_probabilities_comes_step_by_step_whether_it_is_streamed_or_not(in_loop):
+    async def test(owner):
+        for logprobs, stream, in_steps in ((None, False, False), (None, True, True), (0, False, True), (2, True, True)):
+            params = SamplingParams(max_new_tokens=5, logprobs=logprobs)
+            owner.submit("a", sampling_params=params, stream=stream)
+            assert (await owner.sent_one()).decode_params.stream == in_steps
 
     in_loop(test)
 
@@ -138,12 +154,6 @@ def test_what_does_not_fit_is_refused_and_nothing_is_sent(in_loop):
     async def test(owner):
         for prompt in ("", b""):
             assert refused(owner, [prompt]) == (400, "the prompt is empty", "prompt")
-        for token_id in (VOCAB_SIZE, -1):
-            assert refused(owner, [pack([5, token_id])]) == (
-                400,
-                f"token id {token_id} is outside the vocabulary of {VOCAB_SIZE}",
-                "prompt",
-            )
         status, message, param = refused(owner, "x" * 100)
         assert (status, param) == (400, "prompt")
         assert "leaves no room in the context of 100" in message
@@ -280,6 +290,61 @@ def test_a_scheduler_that_does_not_read_is_a_503(make_site, monkeypatch, in_loop
     in_loop(test, site=site)
 
 
+def test_a_call_of_many_requests_is_sent_in_parts_and_ends_as_one(in_loop, monkeypatch):
+    monkeypatch.setattr("multitok.tokenizer.manager._SENT_AT_ONCE", 3)
+
+    async def test(owner):
+        call, sink = owner.submit("ab", n=8, request_id="r")
+        children = await owner.sent()
+        # The first part has ended before the second is sent.
+        owner.deliver(text_rows(*((child.number, "x", 0, LENGTH) for child in children)))
+        children += await owner.sent() + await owner.sent()
+        assert [child.rid for child in children] == [f"r-{i}" for i in range(8)]
+        await until(lambda: len(sink.outputs) == 3)
+        assert not call.ended
+        owner.deliver(text_rows(*((child.number, "x", 0, LENGTH) for child in children[3:])))
+        await until(lambda: call.ended)
+        assert [output.index for output in sink.outputs] == list(range(8))
+        # What is left of a call that was aborted is not sent.
+        call, _ = owner.submit("ab", n=8)
+        call.abort()
+        parts = [await owner.sent() for _ in range(9)]
+        assert [len(part) for part in parts] == [3, *[1] * 8]
+        assert {type(message) for part in parts[1:] for message in part} == {AbortReq}
+        assert owner.has_sent_nothing()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_a_call_whose_later_parts_are_not_taken_fails(in_loop, monkeypatch, read):
+    monkeypatch.setattr("multitok.tokenizer.manager._SENT_AT_ONCE", 3)
+
+    async def test(owner):
+        send = owner.manager._sender.send
+        sent = []
+
+        def refuse(message, given_id=False):
+            if isinstance(message, BatchTokenizedGenerateReqInput):
+                if len(sent) == read:
+                    raise zmq.Again
+                sent.append(message)
+            send(message, given_id)
+
+        monkeypatch.setattr(owner.manager._sender, "send", refuse)
+        if not read:
+            with pytest.raises(RequestError, match="does not take requests at the moment"):
+                owner.submit("ab", n=8)
+        else:
+            call, sink = owner.submit("ab", n=8)
+            await until(lambda: sink.errors)
+            assert sink.errors[0][0] == 503
+            assert call.ended
+        assert len(owner.manager.results) == 0
+
+    in_loop(test)
+
+
 def test_what_reached_one_rank_of_a_refused_call_is_aborted_there(make_site, monkeypatch, in_loop):
     site = make_site(ranks=2)
     sender = site.keep(RankDispatcher(site.port_args, RoundRobinPolicy()))
@@ -390,7 +455,7 @@ def test_tokenizing_and_detokenizing_for_their_own_sake(in_loop):
         manager = owner.manager.models[0]
         for text in ("héllo", LONG_TEXT, ""):
             assert await manager.tokenize([text, "x"]) == [pack(list(text.encode())), pack([ord("x")])]
-            assert await manager.detokenize(list(text.encode())) == text
+            assert await manager.detokenize([pack(list(text.encode())), pack([ord("x")])]) == [text, "x"]
         with pytest.raises(RequestError, match="more than the limit"):
             await manager.tokenize(["a" * 600_000, "b" * 600_000])
 

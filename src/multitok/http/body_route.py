@@ -9,11 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from multitok.config import ServerArgs
-from multitok.http.decode import decode_body
 from multitok.http.exchange import HttpExchange
 from multitok.http.manager import Manager
 from multitok.tokenizer.requests import RequestError
@@ -37,12 +35,15 @@ class TakesLong(Exception):
     """A body takes too long to read in the event loop."""
 
 
-async def read_body(decoder: msgspec.json.Decoder[T], request: Request, empty: bytes = b"") -> T:
-    """Decode the body of an ASGI request, a large one in a thread; `empty` stands for none; see `decode_body`."""
+async def read_body(read: Callable[[bytes], T], request: Request, empty: bytes = b"") -> T:
+    """Return what `read` makes of an ASGI request's body: decoded and checked, a large one in a thread.
+
+    `empty` stands for none.
+    """
     body = await request.body() or empty
     if len(body) <= LARGE_BODY:
-        return decode_body(decoder, body)
-    return await asyncio.get_running_loop().run_in_executor(_threads_for(body), decode_body, decoder, body)
+        return read(body)
+    return await asyncio.get_running_loop().run_in_executor(_threads_for(body), read, body)
 
 
 def _threads_for(body: bytes | bytearray) -> ThreadPoolExecutor:

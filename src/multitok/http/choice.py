@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from multitok.messages.base import FinishReason
@@ -9,6 +11,30 @@ from multitok.tokenizer.requests import GenerateOutput
 
 # What one log probability, or one likeliest id, adds to the estimated size.
 _LOGPROB_BYTES = 64
+
+
+class _TopLogprobs:
+    """Likeliest ids per position, packed: two million of them as tuples would take half a second to give up."""
+
+    __slots__ = ("_counts", "_ids", "_logprobs")
+
+    def __init__(self) -> None:
+        self._counts = array("i")
+        self._ids = array("i")
+        self._logprobs = array("d")
+
+    def extend(self, positions: Iterable[Sequence[tuple[int, float]]]) -> None:
+        for top in positions:
+            self._counts.append(len(top))
+            self._ids.extend([token_id for token_id, _ in top])
+            self._logprobs.extend([logprob for _, logprob in top])
+
+    def __iter__(self) -> Iterator[list[tuple[int, float]]]:
+        begin = 0
+        for count in self._counts:
+            end = begin + count
+            yield list(zip(self._ids[begin:end], self._logprobs[begin:end], strict=True))
+            begin = end
 
 
 class ChoiceBuffer:
@@ -39,8 +65,8 @@ class ChoiceBuffer:
         # UTF-8 in one array: a list of small strings would take many times the room of the text.
         self.text = bytearray()
         self.output_ids = bytearray()
-        self.logprobs: list[float] | None = None
-        self.top_logprobs: list[list[tuple[int, float]]] | None = None
+        self.logprobs: array[float] | None = None
+        self.top_logprobs: _TopLogprobs | None = None
         self.finish: FinishReason | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -55,13 +81,13 @@ class ChoiceBuffer:
         size = len(output.text) + len(output.output_ids)
         if output.logprobs is not None:
             if self.logprobs is None:
-                self.logprobs = []
-            self.logprobs += output.logprobs
+                self.logprobs = array("d")
+            self.logprobs.extend(output.logprobs)
             size += _LOGPROB_BYTES * len(output.logprobs)
         if output.top_logprobs is not None:
             if self.top_logprobs is None:
-                self.top_logprobs = []
-            self.top_logprobs += output.top_logprobs
+                self.top_logprobs = _TopLogprobs()
+            self.top_logprobs.extend(output.top_logprobs)
             size += _LOGPROB_BYTES * sum(map(len, output.top_logprobs))
         self.completion_tokens = output.completion_tokens
         if output.finish is not None:

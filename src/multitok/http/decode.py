@@ -50,7 +50,7 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """
     try:
         if len(body) > PIECE:
-            texts = LongTexts(body)
+            texts = LongTexts(body, getattr(decoder.type, "__struct_fields__", ()))
             return cast("T", texts.put_back(decoder.decode(texts.rest)))
         return decoder.decode(body)
     except msgspec.ValidationError as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ class HttpExchange:
         self.id_is_given = False
         self._active = False
         self._breather = BREATHER
-        self._rest: memoryview[int] | None = None
+        self._rest: deque[memoryview[int]] | None = None
 
     # What the protocol calls.
 
@@ -258,11 +259,17 @@ class HttpExchange:
         if len(body) <= PIECE:
             self.transport.write(head + body)
             self._complete()
-            return
-        self.transport.write(head)
-        self._rest = memoryview(body)
-        self.on_writable, self.on_cut = self._write_rest, self._cut_rest
-        self._write_rest()
+        else:
+            self._begin_rest(head, [body])
+
+    def respond_in_blocks(self, status: int, blocks: list[bytes]) -> None:
+        """Send the whole answer, which is JSON: joined, a hundred megabytes of it would take too long."""
+        if len(blocks) == 1:
+            self.respond(status, blocks[0])
+        elif not (self.response_complete or self.disconnected):
+            self.response_started = True
+            size = sum(map(len, blocks))
+            self._begin_rest(self._head(status, b"content-type: %b\r\ncontent-length: %d\r\n" % (JSON, size)), blocks)
 
     def respond_no_content(self, extra: bytes) -> None:
         """Send an answer without content.
@@ -378,11 +385,20 @@ class HttpExchange:
         self.keep_alive = False
         return self._head(200, _STREAM_HEADERS)
 
+    def _begin_rest(self, head: bytes, blocks: list[bytes]) -> None:
+        self.transport.write(head)
+        self._rest = deque(memoryview(block) for block in blocks)
+        self.on_writable, self.on_cut = self._write_rest, self._cut_rest
+        self._write_rest()
+
     def _write_rest(self) -> None:
         """Write as much of a large answer as the connection takes."""
         while self._rest and not self.flow.write_paused and not self.disconnected:
-            piece, self._rest = self._rest[:PIECE], self._rest[PIECE:]
-            self.transport.write(piece)
+            block = self._rest.popleft()
+            if len(block) > PIECE:
+                self._rest.appendleft(block[PIECE:])
+                block = block[:PIECE]
+            self.transport.write(block)
         if not self._rest and not (self.disconnected or self.response_complete):
             self._complete()
 

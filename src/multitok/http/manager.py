@@ -22,13 +22,14 @@ class ChatTemplate(Protocol):
     def render(
         self,
         messages: list[dict[str, Any]],
+        large: bool = False,
         /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Render a conversation; a `ValueError` carries words for the client."""
+        """Render a conversation, a large one in a thread; a `ValueError` carries words for the client."""
         ...
 
 
@@ -85,8 +86,8 @@ class Model(Protocol):
         """Packed int32 ids of texts; may raise `RequestError`."""
         ...
 
-    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids, which have been checked."""
+    async def detokenize(self, prompts: list[bytes], skip_special_tokens: bool = True) -> list[str]:
+        """Texts of packed int32 ids, which have been checked."""
         ...
 
     def token_text(self, token_id: int) -> tuple[str, bytes]:

@@ -78,9 +78,7 @@ def readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(cast("int", socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
-def drain(socket: zmq.Socket[bytes], limit: int = 256) -> Iterator[list[bytes]]:
-    """Yield waiting messages without blocking, at most `limit`."""
-    for _ in range(limit):
-        if not readable(socket):
-            return
+def drain(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """Yield waiting messages without blocking."""
+    while readable(socket):
         yield socket.recv_multipart(zmq.NOBLOCK)

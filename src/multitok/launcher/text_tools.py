@@ -66,6 +66,6 @@ class TextTools:
         """Return the text and the bytes of one id alone."""
         return self.decoder.token_text(token_id)
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids, by the reference."""
-        return self._reference.decode(ids, skip_special_tokens)
+    def decode_batch(self, prompts: Sequence[bytes], skip_special_tokens: bool = True) -> list[str]:
+        """Return the texts of packed ids, by the reference."""
+        return self._reference.decode_batch(prompts, skip_special_tokens)

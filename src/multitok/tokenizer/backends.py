@@ -126,10 +126,11 @@ class LazyTokenizer:
                 self._tokenizer = load_tokenizer(self._files)
             return self._tokenizer
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
-        text: str = self.get().decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+    def decode_batch(self, prompts: Sequence[bytes], skip_special_tokens: bool = True) -> list[str]:
+        """Return the texts of packed int32 ids; the GIL is free meanwhile, which it isn't in `Tokenizer.decode`."""
+        rows = [memoryview(ids).cast("i").tolist() for ids in prompts]
+        texts: list[str] = self.get().decode_batch(rows, skip_special_tokens=skip_special_tokens)
+        return texts
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

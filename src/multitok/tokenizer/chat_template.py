@@ -90,6 +90,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[Message],
+        large: bool = False,
         /,
         *,
         add_generation_prompt: bool = True,
@@ -104,6 +105,9 @@ class ChatTemplate:
         ----------
         messages : list of dict
             As in the API; content is a string or a list of text parts. Not changed.
+        large : bool
+            They are, and a thread renders them: by `jinja2`, which holds the interpreter's lock for no longer than a
+            step of it takes, where `minijinja` holds it to the end.
         add_generation_prompt : bool
             End with the beginning of the assistant's turn; ignored with `continue_final_message`.
         continue_final_message : bool
@@ -123,7 +127,7 @@ class ChatTemplate:
         variables, tail = self._variables(
             messages, add_generation_prompt, continue_final_message, tools, documents, chat_template_kwargs
         )
-        text = self._render_fast(self._fast, variables) if self._fast is not None else None
+        text = None if large or self._fast is None else self._render_fast(self._fast, variables)
         if text is None:
             text = self._render_reference(variables)
         return text if tail is None else _cut_after(text, tail)

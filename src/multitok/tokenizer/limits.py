@@ -1,4 +1,4 @@
-"""What fits: ids into the vocabulary, prompt and output into the context."""
+"""What fits: prompt and output into the context."""
 
 from __future__ import annotations
 
@@ -11,33 +11,16 @@ from multitok.tokenizer.backends import TokenizerBackend
 from multitok.tokenizer.requests import GenerateInput, RequestError
 
 
-def check_ids(ids: Sequence[int] | memoryview, vocab_size: int) -> None:
-    """Check token ids.
+def check_prompt(ids: bytes, most: int | None) -> None:
+    """Check how many ids a prompt has.
 
     Raises
     ------
     RequestError
-        400: there are none, or some are outside ``[0, vocab_size)``.
-    """
-    if not len(ids):
-        raise RequestError(400, "the prompt is empty", "prompt")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise RequestError(400, f"token id {wrong} is outside the vocabulary of {vocab_size}", "prompt")
-
-
-def check_prompt(prompt: str | bytes, ids: bytes, vocab_size: int, most: int | None) -> None:
-    """Check the ids of a prompt; those that came as text are of this vocabulary.
-
-    Raises
-    ------
-    RequestError
-        400: there are none, more than `most`, or some are outside the vocabulary.
+        400: there are none, or more than `most`.
     """
     if not ids:
         raise RequestError(400, "the prompt is empty", "prompt")
-    if isinstance(prompt, bytes):
-        check_ids(memoryview(prompt).cast("i"), vocab_size)
     if most is not None and len(ids) > 4 * most:
         raise RequestError(400, f"the prompt of {len(ids) // 4} tokens is longer than the limit of {most}", "prompt")
 

@@ -43,20 +43,21 @@ class RequestMaker:
         Raises
         ------
         RequestError
-            400: a prompt is empty, too long or not of this vocabulary, or leaves too little room.
+            400: a prompt is empty or too long, or leaves too little room.
         """
         request, args, info = call.request, model.args, model.engine_info
         children: list[TokenizedGenerateReqInput] = []
         several = len(call.prompt_ids) * request.n > 1
-        for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, info.vocab_size, args.max_prompt_tokens)
+        for ids in call.prompt_ids:
+            check_prompt(ids, args.max_prompt_tokens)
             params = fit_output(request, len(ids) // 4, info.context_length)
             decode_params = DecodeParams(
                 prompt_tail=ids[-4 * _TAIL_IDS :] if request.raw else b"",
                 stop=request.stop or None,
                 skip_special_tokens=request.skip_special_tokens,
                 min_new_tokens=params.min_new_tokens,
-                stream=request.stream,
+                # Log probabilities of a whole answer may be two million: too many for one message.
+                stream=request.stream or params.logprobs is not None,
             )
             for i in range(request.n):
                 seeded = (
@@ -85,8 +86,8 @@ class RequestMaker:
     def embedding(self, call: EmbeddingCall, model: ServedModel) -> BatchTokenizedEmbeddingReqInput:
         """Return the requests of a call for embeddings, whose prompts are cut where that is wanted; see `generate`."""
         request, args = call.request, model.args
-        for prompt, ids in zip(request.prompts, call.prompt_ids, strict=True):
-            check_prompt(prompt, ids, model.engine_info.vocab_size, None)
+        for ids in call.prompt_ids:
+            check_prompt(ids, None)
         call.prompt_ids = [fit_prompt(ids, model.longest_prompt, request.truncate) for ids in call.prompt_ids]
         several = len(call.prompt_ids) > 1
         children = [

@@ -6,6 +6,7 @@ callback, once per step and choice. There is no task, future or queue between a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -40,7 +41,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     Attributes
     ----------
     prompts : list of (str or bytes)
-        Text, or packed int32 ids in native order.
+        Text, or packed int32 ids in native order, which the caller has checked against the vocabulary.
     model : int
         Index of the model.
     sampling_params : SamplingParams
@@ -96,7 +97,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
 
 
 class EmbeddingInput(msgspec.Struct, kw_only=True):
-    """One call for embeddings by the model of an index: text, or packed int32 ids, one row each.
+    """One call for embeddings by the model of an index: text, or packed int32 ids of its vocabulary, one row each.
 
     Text longer than the model's limit is cut when `truncate` is set, else refused.
     """
@@ -126,9 +127,9 @@ class GenerateOutput(msgspec.Struct, gc=False):
         Set in the last output of a choice, with the counts below. ``error`` never comes here: `on_error` gets it.
     prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens : int
         Totals; `completion_tokens` is always set, the others in the last output.
-    logprobs : list of float or None
+    logprobs : sequence of float or None
         Of each new id.
-    top_logprobs : list of list of (int, float) or None
+    top_logprobs : iterable of list of (int, float) or None
         Likeliest ids of each new position.
     customized_info : dict of str to Any or None
         What the engine adds to the answer, in the last output.
@@ -142,8 +143,8 @@ class GenerateOutput(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
+    logprobs: Sequence[float] | None = None
+    top_logprobs: Iterable[Sequence[tuple[int, float]]] | None = None
     customized_info: dict[str, Any] | None = None
 
 

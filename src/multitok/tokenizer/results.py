@@ -34,8 +34,8 @@ from multitok.tokenizer.requests import EmbeddingOutput, GenerateOutput, Request
 _log = logging.getLogger(__name__)
 _ACK_BATCH = 64
 _ACK_DELAY_S = 0.5
-# Messages that are taken before others have their turn in the loop.
-_TURN = 256
+# After so long others have their turn in the loop: one message may be 2,048 rows, or as many log probabilities.
+_TURN_S = 0.005
 _PER_TOKEN = ("output_token_logprobs", "output_top_logprobs")
 
 
@@ -89,6 +89,7 @@ class ResultReceiver:
         self._ended: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._turn_is_due = False
 
     def __len__(self) -> int:
         """Return how many sub-requests are running."""
@@ -143,22 +144,32 @@ class ResultReceiver:
     # Receiving
 
     def _on_readable(self) -> None:
+        # Otherwise a turn that is due takes it all; one more for each edge would be a long one together.
+        if not self._turn_is_due:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._turn_is_due = False
         if self._socket.closed:
             return  # this call was due when it was closed
-        taken = 0
-        for frames in drain(self._socket, _TURN):
-            taken += 1
-            if not self._frames.is_ours(frames[0]):
-                continue
-            try:
-                self._handle(self._frames.decode(frames[0]))
-            except Exception as error:
-                # Not to be decoded, or columns that disagree.
-                _log.error("results can't be used: %s", error, exc_info=not isinstance(error, msgspec.DecodeError))
-                self._fail_batch(frames[0])
-        if taken == _TURN and self._loop is not None:
-            # The descriptor shows no edge for what is still there.
-            self._loop.call_soon(self._on_readable)
+        until = time.monotonic() + _TURN_S
+        for frames in drain(self._socket):
+            self._take(frames[0])
+            if time.monotonic() > until and self._loop is not None:
+                # The descriptor shows no edge for what is still there.
+                self._turn_is_due = True
+                self._loop.call_soon(self._take_turn)
+                return
+
+    def _take(self, frame: bytes) -> None:
+        if not self._frames.is_ours(frame):
+            return
+        try:
+            self._handle(self._frames.decode(frame))
+        except Exception as error:
+            # Not to be decoded, or columns that disagree.
+            _log.error("results can't be used: %s", error, exc_info=not isinstance(error, msgspec.DecodeError))
+            self._fail_batch(frame)
 
     def _handle(self, message: ToTokenizer) -> None:
         match message:

@@ -49,8 +49,8 @@ class TextTools(Protocol):
         """Return the text and the bytes of one id alone."""
         ...
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids."""
+    def decode_batch(self, prompts: Sequence[bytes], skip_special_tokens: bool = True) -> list[str]:
+        """Return the texts of packed ids."""
         ...
 
 
@@ -160,13 +160,11 @@ class ServedModel:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._side_thread, self._backend.encode_batch, texts, add_special_tokens)
 
-    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of ids, which the caller has checked against the vocabulary."""
+    async def detokenize(self, prompts: list[bytes], skip_special_tokens: bool = True) -> list[str]:
+        """Return the texts of packed int32 ids, which the caller has checked against the vocabulary."""
         # Always in the thread: the reference tokenizer may have to be loaded for it.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._side_thread, lambda: self.text_tools.decode(ids, skip_special_tokens=skip_special_tokens)
-        )
+        return await loop.run_in_executor(self._side_thread, self.text_tools.decode_batch, prompts, skip_special_tokens)
 
     def encode_prompts(
         self,

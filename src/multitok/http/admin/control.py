@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from multitok.engines.base import no_such_operation
 from multitok.http.body_route import read_body
+from multitok.http.decode import decode_body
 from multitok.http.errors import invalid
 from multitok.http.limits import check_request_id
 from multitok.http.manager import Manager, Model
@@ -353,11 +354,15 @@ def _has(model: Model, operation: type[EngineOperation]) -> bool:
 
 async def _read(kind: type[T], request: Request) -> T:
     """Decode a body; none at all stands for an object without fields."""
-    body: T = await read_body(_DECODERS[kind], request, empty=b"{}")
-    refuse_unsupported(body, _UNSUPPORTED[kind])
-    if body.timeout is not None and not 0.0 < body.timeout <= _MOST_S:
-        raise invalid("timeout", f"must be a number of seconds in the range 0 < x <= {_MOST_S:g}")
-    return body
+
+    def read(data: bytes) -> T:
+        body: T = decode_body(_DECODERS[kind], data)
+        refuse_unsupported(body, _UNSUPPORTED[kind])
+        if body.timeout is not None and not 0.0 < body.timeout <= _MOST_S:
+            raise invalid("timeout", f"must be a number of seconds in the range 0 < x <= {_MOST_S:g}")
+        return body
+
+    return await read_body(read, request, empty=b"{}")
 
 
 def _check_text(name: str, text: str, most: int) -> None:

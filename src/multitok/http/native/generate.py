@@ -7,7 +7,7 @@ the whole text so far in every event, costs the square of an answer's length.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -38,7 +38,7 @@ from multitok.http.openai.common import (
     with_adapter,
 )
 from multitok.http.openai.logprobs import finite
-from multitok.http.openai.prompts import read_prompts, unpack_ids
+from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.sampling import (
     FieldChecker,
     check_grammar,
@@ -57,6 +57,7 @@ from multitok.http.openai.types import (
 )
 from multitok.http.parts import joined_parts, list_parts
 from multitok.http.sse import DONE, encode_json
+from multitok.http.token_ids import TokenIds, unpack_ids
 from multitok.messages.base import FinishReason
 from multitok.messages.sampling import Grammar
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
@@ -149,8 +150,8 @@ def _resumed_tokens(body: GenerateRequest) -> int:
     count = body.resumed_tokens
     if not count:
         return 0
-    ids = body.input_ids
-    if not ids or not isinstance(ids[0], int):
+    ids: TokenIds | list[int | list[int]] | None = body.input_ids
+    if not ids or not (isinstance(ids, TokenIds) or isinstance(ids[0], int)):
         raise invalid("resumed_tokens", "needs input_ids with one prompt")
     if not 0 < count < len(ids):
         raise invalid("resumed_tokens", f"must be an integer from 0 to {len(ids) - 1}: a part of input_ids")
@@ -174,10 +175,11 @@ class GenerateRoute(BodyRoute):
             raise invalid("input_ids", "can't be combined with text")
         if body.text is not None:
             single = isinstance(body.text, str)
-            prompts = read_prompts(body.text, "text", info.vocab_size, limits)  # type: ignore[arg-type]
+            prompts = read_prompts(body.text, "text", info, limits)  # type: ignore[arg-type]
         elif body.input_ids is not None:
-            single = bool(body.input_ids) and isinstance(body.input_ids[0], int)
-            prompts = read_prompts(body.input_ids, "input_ids", info.vocab_size, limits)  # type: ignore[arg-type]
+            ids: Any = body.input_ids
+            single = isinstance(ids, TokenIds) or (bool(ids) and isinstance(ids[0], int))
+            prompts = read_prompts(ids, "input_ids", info, limits)
         else:
             raise invalid("text", "or input_ids is required")
         n = read_n(sampling.n, len(prompts), limits.max_prompts, _PREFIX)
@@ -301,7 +303,7 @@ class NativeWriter:
             yield from list_parts(items)
         yield b"}}"
 
-    def _choice(self, output: GenerateOutput, logprobs: list[float] | None) -> dict[str, object]:
+    def _choice(self, output: GenerateOutput, logprobs: Sequence[float] | None) -> dict[str, object]:
         meta: dict[str, object] = {
             "id": self._id if self._single else f"{self._id}-{output.index}",
             "finish_reason": _finish(output.finish, output.completion_tokens),
@@ -322,7 +324,7 @@ class NativeWriter:
         choice["meta_info"] = meta
         return choice
 
-    def _meta_logprobs(self, output: GenerateOutput, logprobs: list[float]) -> dict[str, Iterator[object]]:
+    def _meta_logprobs(self, output: GenerateOutput, logprobs: Sequence[float]) -> dict[str, Iterator[object]]:
         pairs = list(zip(unpack_ids(output.output_ids), logprobs, strict=False))
         columns: dict[str, Iterator[object]] = {"output_token_logprobs": starmap(self._logprob, pairs)}
         if self._top:

@@ -29,8 +29,7 @@ from multitok.http.openai.common import (
     with_adapter,
 )
 from multitok.http.openai.logprobs import chat_logprobs, chat_logprobs_parts
-from multitok.http.openai.messages import check_messages
-from multitok.http.openai.prompts import unpack_ids
+from multitok.http.openai.messages import check_arguments, check_messages
 from multitok.http.openai.sampling import (
     FieldChecker,
     read_n,
@@ -42,6 +41,7 @@ from multitok.http.openai.sampling import (
 from multitok.http.openai.types import ChatRequest, refuse_unsupported, unsupported_fields
 from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
+from multitok.http.token_ids import unpack_ids
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, RequestError, Submission
 from multitok.tokenizer.template_limits import INLINE_SECONDS, MOST_SECONDS, TemplateTooSlow, time_limit
 
@@ -131,6 +131,8 @@ def render_chat(body: ChatRequest, model: Model, in_thread: bool) -> str:
     if len(body.messages) > _MANY_MESSAGES and not in_thread:
         raise TakesLong
     check_messages(body.messages, model.context_length)
+    if in_thread:
+        check_arguments(body.messages)
     template = model.chat_template
     if template is None:
         raise RequestError(400, f"the model {model.name!r} has no chat template; use /v1/completions", "messages")
@@ -152,6 +154,7 @@ def render_chat(body: ChatRequest, model: Model, in_thread: bool) -> str:
         with time_limit(MOST_SECONDS if in_thread else INLINE_SECONDS):
             return template.render(
                 body.messages,
+                in_thread,
                 add_generation_prompt=not going_on if opening is None else opening,
                 continue_final_message=going_on,
                 **arguments,

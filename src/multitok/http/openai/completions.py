@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -29,7 +28,7 @@ from multitok.http.openai.common import (
     with_adapter,
 )
 from multitok.http.openai.logprobs import CompletionLogprobs, completion_logprobs, completion_logprobs_parts
-from multitok.http.openai.prompts import read_prompts, unpack_ids
+from multitok.http.openai.prompts import read_prompts
 from multitok.http.openai.sampling import (
     FieldChecker,
     read_n,
@@ -41,6 +40,7 @@ from multitok.http.openai.sampling import (
 from multitok.http.openai.types import CompletionRequest, refuse_unsupported, unsupported_fields
 from multitok.http.parts import joined_parts
 from multitok.http.sse import DONE, encode_json
+from multitok.http.token_ids import unpack_ids
 from multitok.tokenizer.requests import GenerateInput, GenerateOutput, Submission
 
 DEFAULT_MAX_TOKENS = 16
@@ -62,7 +62,7 @@ class CompletionRoute(BodyRoute):
         model, adapter = find_generator(body.model, manager)
         refuse_unsupported(body, _UNSUPPORTED)
         info = model.engine_info
-        prompts = read_prompts(body.prompt, "prompt", info.vocab_size, limits)
+        prompts = read_prompts(body.prompt, "prompt", info, limits)
         n = read_n(body.n, len(prompts), limits.max_prompts)
         if body.best_of is not None and body.best_of != n:
             raise invalid("best_of", "is only supported when equal to n")
@@ -117,10 +117,8 @@ class CompletionRoute(BodyRoute):
         self, exchange: HttpExchange, model: Model, request: GenerateInput, writer: CompletionWriter
     ) -> None:
         """Find the text of prompts that were given as ids, then go on; rare enough for a task."""
-        decode = model.detokenize
-        writer.echo = await asyncio.gather(
-            *(decode(unpack_ids(ids), request.skip_special_tokens) for ids in request.prompts if isinstance(ids, bytes))
-        )
+        prompts = [ids for ids in request.prompts if isinstance(ids, bytes)]
+        writer.echo = await model.detokenize(prompts, request.skip_special_tokens)
         generate(exchange, self._manager, request, writer)
 
 

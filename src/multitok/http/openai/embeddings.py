@@ -41,7 +41,7 @@ class EmbeddingRoute(BodyRoute):
             raise invalid("encoding_format", "must be float or base64")
         if body.dimensions is not None and body.dimensions != info.embedding_size:
             raise invalid("dimensions", f"the model makes embeddings of {info.embedding_size} numbers only")
-        prompts = read_prompts(body.input, "input", info.vocab_size, limits)
+        prompts = read_prompts(body.input, "input", info, limits, truncate=bool(body.truncate))
         request = EmbeddingInput(
             prompts=prompts,
             model=model.index,

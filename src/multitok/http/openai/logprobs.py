@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -33,7 +33,7 @@ def _ids(output: GenerateOutput) -> list[int]:
     return memoryview(output.output_ids).cast("i").tolist()
 
 
-def _tops(output: GenerateOutput, ids: list[int], k: int) -> Iterator[list[tuple[int, float]]]:
+def _tops(output: GenerateOutput, ids: list[int], k: int) -> Iterator[Sequence[tuple[int, float]]]:
     """Likeliest ids per position; the chosen one where the engine was not asked (`sampling.with_logprobs`)."""
     if k == 0:
         return ([] for _ in ids)

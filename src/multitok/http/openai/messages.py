@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from multitok.http.errors import invalid
+from multitok.http.large_body import MOST_VALUES, PIECE, LongTexts
+from multitok.tokenizer.requests import RequestError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# So short a text is not worth a closer look.
+_FEW = 256
 _STRINGS = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -31,6 +35,48 @@ def check_messages(messages: list[dict[str, Any]], most: int) -> None:
         raise invalid("messages", f"has {len(messages)} messages; at most {most} are allowed")
     for i, message in enumerate(messages):
         _check_message(message, f"messages[{i}]", most)
+
+
+def check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Check how much the arguments of tool calls hold together: they are JSON inside of JSON, and decoded as well.
+
+    Parameters
+    ----------
+    messages : list of dict
+        Checked already; of a large body.
+
+    Raises
+    ------
+    RequestError
+        400 that names the field.
+    """
+    texts: list[tuple[int, str]] = []
+    for i, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):
+                texts.append((i, arguments))
+    if sum(len(text) for _, text in texts) <= PIECE:
+        return
+    values = 0
+    for i, text in texts:
+        values += _values(text)
+        if values > MOST_VALUES:
+            problem = f"the arguments of all calls may have at most {MOST_VALUES} values"
+            raise invalid(f"messages[{i}].tool_calls", problem)
+
+
+def _values(text: str) -> int:
+    if len(text) <= _FEW:
+        return text.count(",") + text.count("[") + text.count("{")
+    try:
+        return LongTexts(text.encode()).values
+    except RequestError:
+        return MOST_VALUES + 1
+    except (ValueError, RecursionError):
+        # Not JSON: it stays the text that it is.
+        return 0
 
 
 def _check_message(message: dict[str, Any], path: str, most: int) -> None:
