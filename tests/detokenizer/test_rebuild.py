@@ -185,7 +185,7 @@ def test_a_later_life_skips_rows_whose_requests_it_has_not_begun_but_no_last_wor
 
 
 def test_the_death_of_a_scheduler_takes_the_state_of_its_requests_away_and_no_other():
-    step = DetokenizerStep([DECODER])
+    step = DetokenizerStep([DECODER, DECODER])
     stop = DecodeParams(stop=["END"])
     step(batch(row(1, "a", 0, STREAM), row(2, "END", 0, stop), row(3, "a", 0, HELD), rank=0, life=1))
     step(batch(row(4, "a", 0, STREAM), row(5, "END", 0, stop), rank=1, life=1))
@@ -208,7 +208,7 @@ def test_the_death_of_a_scheduler_takes_the_state_of_its_requests_away_and_no_ot
 
 def test_the_death_of_a_life_leaves_what_the_next_one_has_begun():
     """It may be told late: rows come another way."""
-    step = DetokenizerStep(DECODER)
+    step = DetokenizerStep([DECODER])
     stop = DecodeParams(stop=["END"])
     step(batch(row(1, "a", 0, STREAM), row(2, "END", 0, stop), rank=0, life=1))
     step(batch(row(3, "a", 0, STREAM), row(4, "END", 0, stop), rank=0, life=2))

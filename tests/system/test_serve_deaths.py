@@ -193,7 +193,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("servers", "part"), [(servers, part) for servers in PARTS for part in PARTS[servers]])
+@pytest.mark.parametrize(("servers", "part"), PARTS)
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSTOP])
 def test_part_is_replaced_and_no_other_process_is(
     request: pytest.FixtureRequest, servers: str, part: str, number: signal.Signals

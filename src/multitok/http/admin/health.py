@@ -76,16 +76,17 @@ class HealthRoutes:
         """Serve ``/health_generate``; a request of its own goes through every part, for each model or the named one."""
         if self._manager.control.state.paused is not None:
             return error_response(RequestError(503, "generation is paused"))
-        probes = [self._probe(model) for model in self._asked_about(request)]
         try:
-            outcomes = await asyncio.wait_for(asyncio.gather(*probes, return_exceptions=True), self._probe_timeout)
+            async with asyncio.timeout(self._probe_timeout), asyncio.TaskGroup() as probes:
+                for model in self._asked_about(request):
+                    probes.create_task(self._probe(model))
         except TimeoutError:
             return error_response(RequestError(503, f"no token came back within {self._probe_timeout:g} seconds"))
-        for outcome in outcomes:
-            if isinstance(outcome, RequestError):
-                return error_response(RequestError(503, f"a probe failed: {outcome.message}"))
-            if outcome is not None:
-                raise outcome
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if not isinstance(first, RequestError):
+                raise first from None
+            return error_response(RequestError(503, f"a probe failed: {first.message}"))
         return json_response({"status": "ok"})
 
     def _asked_about(self, request: Request) -> Sequence[Model]:
