@@ -76,9 +76,10 @@ class HealthRoutes:
         """Serve ``/health_generate``; a request of its own goes through every part, for each model or the named one."""
         if self._manager.control.state.paused is not None:
             return error_response(RequestError(503, "generation is paused"))
+        models = self._asked_about(request)
         try:
             async with asyncio.timeout(self._probe_timeout), asyncio.TaskGroup() as probes:
-                for model in self._asked_about(request):
+                for model in models:
                     probes.create_task(self._probe(model))
         except TimeoutError:
             return error_response(RequestError(503, f"no token came back within {self._probe_timeout:g} seconds"))
