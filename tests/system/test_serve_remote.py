@@ -97,6 +97,20 @@ def test_streams_go_on_exactly_when_one_of_two_engines_is_killed_and_are_refused
             assert answer.choices[0].text == echo_text(texts[0], 7)
 
 
+def test_streams_end_at_an_engine_that_drains() -> None:
+    texts = prompts(4)
+    # 150 ids in 3 seconds, in which its health is asked for ten times.
+    with behind(step_ms=20) as engine, front(engine, errors=True) as server:
+
+        def drain() -> None:
+            engine.terminate()
+            server.wait_for_line(f"{engine.base_url} is down")
+
+        assert run_streams(server, texts, drain) == [echo_text(text, _TOKENS) for text in texts]
+        assert engine.wait() == 0
+        engine.wait_for_line(r"stopped: \d+ request\(s\) finished while draining, 0 cut")
+
+
 def test_a_client_that_leaves_frees_the_slot_at_the_other_end() -> None:
     with behind() as engine, front(engine) as server:
         connection = server.begin("/v1/completions", {"prompt": "x y", "max_tokens": 5000, "stream": True})

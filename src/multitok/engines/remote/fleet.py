@@ -28,7 +28,7 @@ class Fleet:
     settings : EngineSettings
         The tokenizer's side: its vocabulary, end-of-sequence ids and context.
     on_down : callable
-        Called with an address that has gone down.
+        Called with an address that has gone silent.
 
     Attributes
     ----------

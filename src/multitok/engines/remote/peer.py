@@ -32,7 +32,7 @@ class Peer:
     accept : callable
         Raises `WrongEngine` for an engine that doesn't fit.
     on_down : callable
-        Called when it has gone down.
+        Called when it has gone silent; what runs there is lost. One that refuses connections ends what runs.
 
     Attributes
     ----------
@@ -129,22 +129,24 @@ class Peer:
         try:
             status, _ = await fetch(self.pool, "GET", route, b"", self._options.health_timeout)
         except OSError as error:
+            # One that drains takes no connections, but ends what runs; where a process has died, its connections end, too.
             refused = isinstance(error, ConnectionRefusedError)
-            self._count_failure(str(error), at_once=refused)
+            self._count_failure(str(error), at_once=refused, silent=not refused)
             return
         if status == 200:
             self._failures = 0
         else:
             self._count_failure(f"{route} answers {status}")
 
-    def _count_failure(self, reason: str, *, at_once: bool = False) -> None:
+    def _count_failure(self, reason: str, *, at_once: bool = False, silent: bool = False) -> None:
         self._failures += 1
         if self.up and (at_once or self._failures >= _FAILURES):
             self.up = False
             self.problem = reason
             _log.error("%s is down: %s; it had %d requests", self.url, reason, self.running)
             self.pool.close_idle()
-            self._on_down(self)
+            if silent:
+                self._on_down(self)
 
     async def _look_again(self) -> None:
         before = self.problem
