@@ -129,7 +129,7 @@ class Peer:
         try:
             status, _ = await fetch(self.pool, "GET", route, b"", self._options.health_timeout)
         except OSError as error:
-            # One that drains takes no connections, but ends what runs; where a process has died, its connections end, too.
+            # One that drains takes no connections, but ends what runs; where one has died, its connections end, too.
             refused = isinstance(error, ConnectionRefusedError)
             self._count_failure(str(error), at_once=refused, silent=not refused)
             return
