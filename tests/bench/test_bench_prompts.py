@@ -40,6 +40,13 @@ def test_no_room_for_the_number() -> None:
         PromptMaker(WordCounter()).prompt(5)
 
 
+def test_a_template_that_leaves_no_room_makes_the_prompt_longer() -> None:
+    maker = PromptMaker(WordCounter())
+    sessions = make_sessions(STANDARD["C"], maker, SETTINGS, overhead=31)
+    for (body,) in sessions:
+        assert WordCounter().count(str(content(body)["messages"][0]["content"])) == maker.shortest  # type: ignore[index]
+
+
 def content(body: Body) -> dict[str, object]:
     found: dict[str, object] = json.loads(body.with_number(7))
     return found

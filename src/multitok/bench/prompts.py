@@ -90,6 +90,11 @@ class PromptMaker:
         """Return a text of so many tokens."""
         return self._cut(tokens, "")
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest prompt."""
+        return self._counter.count(SPECIMEN + " ") + 1
+
     def prompt(self, tokens: int) -> str:
         """Return a text of so many tokens that begins with `PLACEHOLDER` (counted as the number it stands for)."""
         return f"{PLACEHOLDER} {self._cut(tokens, SPECIMEN + ' ')}"

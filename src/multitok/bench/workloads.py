@@ -115,8 +115,9 @@ def make_sessions(workload: Workload, maker: PromptMaker, settings: Settings, ov
     """
     if workload.turns > 1:
         return _chats(workload, maker, settings)
-    tokens = max(workload.input_tokens - overhead, 0)
-    count = min(workload.sessions, _TEXTS, max(4, _TEXT_TOKENS // max(tokens, 1)))
+    # A long template, or one token per digit of a prompt's number, may leave a short prompt too little room.
+    tokens = max(workload.input_tokens - overhead, maker.shortest)
+    count = min(workload.sessions, _TEXTS, max(4, _TEXT_TOKENS // tokens))
     short = [[settings.body(maker.prompt(tokens), workload.output_tokens)] for _ in range(count)]
     if not workload.long_share:
         return short

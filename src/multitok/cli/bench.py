@@ -54,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=_count_or_zero, default=0, metavar="N", help="another seed: other prompts, other arrivals"
     )
     prompts = parser.add_argument_group("prompts (every prompt of a run is unique)")
-    prompts.add_argument("--input-tokens", type=_count, default=128, metavar="N", help="default: %(default)s")
+    prompts.add_argument(
+        "--input-tokens",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="at least what the chat template and a number of its own take (default: %(default)s)",
+    )
     prompts.add_argument("--output-tokens", type=_count, default=64, metavar="N", help="default: %(default)s")
     prompts.add_argument("--workload", choices=_WORKLOADS, help="a standard workload in place of the lengths")
     prompts.add_argument(

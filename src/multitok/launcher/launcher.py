@@ -225,6 +225,8 @@ class Launcher:
             self._args.drain_timeout + _STOP_TIMEOUT_S,
             lambda: len(self._signals.to_end) > 1 or self._failure is not None,
         )
+        if len(self._signals.to_end) > 1:
+            _log.info("%s: ending at once", self._signals.to_end[1].name)
         self._stop_at_once()
         _log.info("stopped: %d request(s) finished while draining, %d cut", self._finished, self._cut)
 
