@@ -11,7 +11,7 @@ from multitok.launcher.control_plane import ControlPlane
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.shared_memory import block_name
 from multitok.launcher.timers import Timers
-from multitok.messages.control import AbortMatching, Adapter, Continue, ControlState, Pause, SetLogLevel
+from multitok.messages.control import AbortMatching, Adapter, Continue, ControlState, Pause, SetLogLevel, Settle
 from multitok.messages.operations import FlushCache, LoadAdapter, UpdateWeights
 from multitok.messages.to_child import Control, ControlReqOutput
 from multitok.messages.to_launcher import ControlReq, OperationAck
@@ -23,11 +23,11 @@ EVERYBODY = sorted(["launcher", *OTHERS])
 class Plane:
     """A server of one worker, two ranks, a detokenizer and a router, all ready."""
 
-    def __init__(self, family, board):
+    def __init__(self, family, board, resumes=False):
         self.family = family
         self.timers = Timers()
         self.board = board
-        self.plane = ControlPlane(family.children, self.timers, board, "info")
+        self.plane = ControlPlane(family.children, self.timers, board, "info", resumes)
         self.worker = family.add("tokenizer_worker", 1)
         self.ranks = [family.add("scheduler", index) for index in range(2)]
         self.others = [family.add("detokenizer"), family.add("router")]
@@ -54,11 +54,11 @@ class Plane:
         self.plane.buried(child)
 
 
-@pytest.fixture
-def plane(family):
+@pytest.fixture(params=[False])
+def plane(family, request):
     block = LoadBoard.create(block_name(secrets.token_hex(4), "board"), 2, 1, 2)
     level = logging.getLogger().level
-    yield Plane(family, LoadBoard(block.name, 2, 1, 2))
+    yield Plane(family, LoadBoard(block.name, 2, 1, 2), resumes=request.param)
     logging.getLogger().setLevel(level)
     block.remove()
 
@@ -122,6 +122,52 @@ def test_a_part_that_dies_holds_nothing_up_and_its_next_life_has_the_state(plane
     (answer,) = plane.answers()
     assert (answer.status, answer.died) == (200, ["scheduler:1"])
     assert plane.plane.briefing == Control(ControlState(epoch=1, paused="wait"))
+
+
+RESUMES = pytest.mark.parametrize("plane", [True], indirect=True)
+
+
+@RESUMES
+def test_a_pause_ends_when_workers_have_nothing_left_that_a_dead_rank_had(plane):
+    plane.ask(Pause())
+    plane.acknowledge(1, *plane.others, plane.worker, plane.ranks[0])
+    plane.die(plane.ranks[1])
+    assert plane.family.told(plane.worker)[1:] == [Control(ControlState(epoch=1, paused="wait"), 2, Settle())]
+    assert [order.id for order in plane.orders(plane.ranks[0])] == [1]
+    # What comes late to the first half is no answer to the second.
+    plane.acknowledge(1, plane.worker)
+    assert plane.answers() == []
+    plane.acknowledge(2, plane.worker)
+    (answer,) = plane.answers()
+    assert (answer.status, answer.id, answer.died) == (200, 1, ["scheduler:1"])
+    assert answer.done == sorted({*EVERYBODY} - {"scheduler:1"})
+
+
+@RESUMES
+def test_a_worker_that_is_late_in_the_second_half_is_named(plane):
+    plane.ask(Pause("abort"), timeout=0.0)
+    plane.acknowledge(1, *plane.everybody)
+    plane.timers.run_due()
+    (answer,) = plane.answers()
+    assert (answer.status, answer.late) == (504, ["tokenizer_worker:1"])
+    plane.acknowledge(2, plane.worker)
+    assert plane.answers() == []
+
+
+@RESUMES
+def test_a_worker_that_dies_in_the_second_half_holds_nothing_up(plane):
+    plane.ask(Pause())
+    plane.acknowledge(1, *plane.everybody)
+    plane.die(plane.worker)
+    assert plane.plane.state.paused == "wait"
+    assert not plane.plane._open
+
+
+@RESUMES
+def test_a_pause_that_keeps_has_no_second_half(plane):
+    plane.ask(Pause("keep"))
+    plane.acknowledge(1, *plane.everybody)
+    assert [answer.status for answer in plane.answers()] == [200]
 
 
 def test_a_life_that_is_not_ready_is_told_and_not_waited_for(plane):

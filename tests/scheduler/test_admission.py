@@ -42,6 +42,19 @@ def test_priority_goes_before_arrival():
     assert popped(queue) == [3, 5, 1, 4, 2]
 
 
+def test_what_had_begun_before_goes_first():
+    queue = queue_of(
+        request(1, 9), request(2, resumed_ids=b"\1\0\0\0"), request(3), request(4, resumed_ids=b"\1\0\0\0")
+    )
+    assert queue.next_has_begun
+    queue.remove(2)
+    assert queue.next_has_begun
+    assert queue.pop().number == 4
+    assert not queue.next_has_begun
+    assert popped(queue) == [1, 3]
+    assert not queue.next_has_begun
+
+
 def test_one_may_leave_from_anywhere():
     queue = queue_of(*map(request, range(1, 6)))
     assert [queue.remove(number).number for number in (3, 1, 5)] == [3, 1, 5]

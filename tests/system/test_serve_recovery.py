@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -267,6 +268,47 @@ def test_streams_go_on_after_a_schedulers_death_where_that_is_exact(
             stream.check_whole()
         _works(server)
         server.wait_until_idle()
+
+
+@pytest.mark.parametrize("options", [_SINGLE, _MULTI], ids=["single", "multi"])
+def test_pause_waits_for_streams_that_go_on_after_a_schedulers_death(options: tuple[str, ...]) -> None:
+    with Server(*options, "--resume-generation") as server, ThreadPoolExecutor(2) as callers:
+        streams = _Streams(server, TOKENS[signal.SIGKILL], count=10)
+        streams.wait_until_all_have_begun()
+        pause = callers.submit(server.connection().post, "/pause_generation", json={"mode": "wait"}, timeout=STOP_S)
+        server.wait_for_line("pause by")
+        old = server.kill("scheduler:0")
+        answer = pause.result()
+        # From here on no scheduler does anything for them.
+        stopped = _end(server, "scheduler:0", signal.SIGSTOP)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["died"] == ["scheduler:0"]
+        streams.wait_until_all_have_ended(ERROR_S)
+        assert server.pid_of("scheduler:0") == stopped != old
+        os.kill(stopped, signal.SIGCONT)
+        for stream in streams.all:
+            stream.check_whole()
+        server.wait_until_every_worker_is_ready()
+        body = {"model": MODEL, "prompt": _prompt(999), "max_tokens": 10}
+        held = callers.submit(server.connection().post, "/v1/completions", json=body, timeout=STOP_S)
+        server.wait_for_load(0, waiting=1)
+        assert not held.done()
+        server.http.post("/continue_generation", json={}).raise_for_status()
+        assert held.result().json()["choices"][0]["text"] == echo_text(_prompt(999), 10)
+
+
+def test_pause_aborts_streams_that_wait_for_a_schedulers_next_life() -> None:
+    with Server(*_MULTI, "--resume-generation") as server:
+        streams = _Streams(server, TOKENS[signal.SIGKILL], count=10)
+        streams.wait_until_all_have_begun()
+        server.kill("scheduler:0")
+        server.wait_for_line(r"scheduler:0 .*starting its life 2")
+        answer = server.http.post("/pause_generation", json={"mode": "abort"}, timeout=STOP_S)
+        assert answer.status_code == 200, answer.text
+        streams.wait_until_all_have_ended(ERROR_S)
+        assert {stream.finish for stream in streams.all} == {"abort"}
+        server.http.post("/continue_generation", json={}).raise_for_status()
+        _works(server)
 
 
 def test_scheduler_that_dies_while_draining_leaves_nobody_waiting() -> None:

@@ -198,7 +198,7 @@ async def owner_of(
     parts: dict[str, Any] = {
         "detokenize_step": None,
         "describe": lambda: {"processes": {}},
-        "control": SimpleNamespace(state=ControlState()),
+        "control": SimpleNamespace(state=ControlState(), settled=False),
     }
     is_full = changes.pop("is_full", lambda: False)
     models = [

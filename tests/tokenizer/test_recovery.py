@@ -128,6 +128,25 @@ def test_what_a_dead_life_said_counts_no_more(in_loop):
     in_loop(test, resume=True, info=RESUMABLE)
 
 
+def test_what_is_lost_after_a_pause_has_settled_does_not_go_on(in_loop):
+    async def test(owner):
+        _, _, waiting = await stream(owner)
+        assert not owner.manager.control.has_begun()
+        _, _, streaming = await stream(owner, "ab")
+        assert owner.manager.control.has_begun()
+        # Other weights may be loaded from now on.
+        owner.manager.control.settled = True
+        owner.deliver(RankDied(rank=0, life=1))
+        await until(lambda: streaming.errors)
+        assert streaming.errors == [(503, ENGINE_DIED)]
+        # What had not begun has nothing to go on with.
+        assert not waiting.errors
+        assert len(owner.manager.results) == 1
+        assert not owner.manager.control.has_begun()
+
+    in_loop(test, resume=True, info=RESUMABLE)
+
+
 def unpacked(ids: bytes) -> str:
     return bytes(memoryview(ids).cast("i").tolist()).decode()
 

@@ -15,6 +15,8 @@ from multitok.messages.control import (
     ControlOperation,
     ControlState,
     LogLevel,
+    Pause,
+    Settle,
     is_for_ranks_only,
     state_after,
     state_without,
@@ -40,6 +42,8 @@ class _Open:
     ----------
     id : int
         The operation.
+    asked_as : int
+        The id that parts answer under; in the second half of a pause it has another one.
     operation : ControlOperation or None
         What it is; None: the taking back of another.
     before, state : ControlState
@@ -59,7 +63,7 @@ class _Open:
     """
 
     def __init__(self, operation_id: int, operation: ControlOperation | None, before: ControlState) -> None:
-        self.id = operation_id
+        self.id = self.asked_as = operation_id
         self.operation = operation
         self.before = before
         self.state = before
@@ -96,6 +100,8 @@ class ControlPlane:
         On which each part's epoch is put down.
     log_level : {'debug', 'info', 'warning', 'error'}
         As the server was started with.
+    resumes : bool
+        Whether requests may go on after a scheduler's death: a pause has to wait for them, too.
 
     Attributes
     ----------
@@ -103,10 +109,13 @@ class ControlPlane:
         The newest.
     """
 
-    def __init__(self, children: Children, timers: Timers, board: LoadBoard, log_level: LogLevel) -> None:
+    def __init__(
+        self, children: Children, timers: Timers, board: LoadBoard, log_level: LogLevel, resumes: bool
+    ) -> None:
         self._children = children
         self._timers = timers
         self._board = board
+        self._resumes = resumes
         self.state = ControlState(log_level=log_level)
         self._ids = 0
         self._open: dict[int, _Open] = {}
@@ -187,7 +196,9 @@ class ControlPlane:
             self._end(current)
 
     def _end(self, current: _Open) -> None:
-        del self._open[current.id]
+        del self._open[current.asked_as]
+        if self._has_a_second_half(current):
+            return self._begin_second_half(current)
         refused = [(status, f"{name}: {problem}") for name, status, problem in current.refusals]
         if current.caller is None:
             for _, words in refused:
@@ -202,9 +213,30 @@ class ControlPlane:
         else:
             self._answer(current, 200, "")
 
+    def _has_a_second_half(self, current: _Open) -> bool:
+        return (
+            self._resumes
+            and isinstance(current.operation, Pause)
+            and not current.refusals
+            and current.asked_as == current.id
+            and self.state.paused in ("wait", "abort")
+        )
+
+    def _begin_second_half(self, current: _Open) -> None:
+        """Wait for requests that no rank had: a scheduler has died, and they are yet to go on in another life."""
+        self._ids += 1
+        current.asked_as = self._ids
+        self._open[self._ids] = current
+        order = Control(self.state, self._ids, Settle())
+        for child in self._children.of(WORKER):
+            child.send(order)
+            if child.ready:
+                current.awaited[child.pid] = _name(child)
+        self._end_if_nobody_is_awaited(current)
+
     def _time_is_up(self, current: _Open) -> None:
         """Tell the caller who has not answered; the operation stays, and whoever is late does it when it can."""
-        if current.id in self._open and current.caller is not None:
+        if current.asked_as in self._open and current.caller is not None:
             late = ", ".join(sorted(current.awaited.values()))
             self._answer(current, 504, f"operation {current.id} ({current.name}) was not done in time by {late}")
 
@@ -213,7 +245,7 @@ class ControlPlane:
         if caller is None:
             return
         answer = ControlReqOutput(current.number, current.id, current.state.epoch, status, message)
-        answer.done, answer.died = sorted(current.done), sorted(current.died)
+        answer.done, answer.died = sorted({*current.done}.difference(current.died)), sorted(current.died)
         answer.late = sorted(current.awaited.values())
         answer.count = current.count
         if status != 200:

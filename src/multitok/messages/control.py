@@ -64,7 +64,7 @@ class Pause(msgspec.Struct, tag="pause", frozen=True):
     ----------
     mode : {'wait', 'abort', 'keep'}
         What becomes of those that run: they end by themselves, which is waited for; they are aborted; or they stay
-        where they are, and the engine takes no step.
+        where they are, and the engine takes no step. Those that go on after a scheduler's death count as running.
     """
 
     mode: PauseMode = "wait"
@@ -72,6 +72,13 @@ class Pause(msgspec.Struct, tag="pause", frozen=True):
 
 class Continue(msgspec.Struct, tag="continue", frozen=True):
     """End a pause."""
+
+
+class Settle(msgspec.Struct, tag="settle", frozen=True):
+    """To HTTP workers, of the launcher: say when no request is left that had begun before a pause.
+
+    Ranks have said so before; a request that was lost with one is its owner's, who has it go on elsewhere.
+    """
 
 
 class SetLogLevel(msgspec.Struct, tag="set_log_level", frozen=True):
@@ -105,6 +112,7 @@ ControlOperation = (
     | SetLogLevel
     | FreezeGc
     | AbortMatching
+    | Settle
     | FlushCache
     | LoadAdapter
     | UnloadAdapter

@@ -12,7 +12,7 @@ _SMALL = 64
 
 
 class WaitingQueue:
-    """Requests in order of priority, then arrival.
+    """Requests in order of priority, then arrival; in front of them those that had begun in another life.
 
     Attributes
     ----------
@@ -21,7 +21,7 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, ScheduledRequest]] = []
+        self._heap: list[tuple[bool, int, int, ScheduledRequest]] = []
         self._waiting: dict[int, ScheduledRequest] = {}
         self._arrivals = 0
         self.tokens = 0
@@ -45,7 +45,7 @@ class WaitingQueue:
         self._arrivals += 1
         self._waiting[request.number] = request
         self.tokens += request.prompt_tokens
-        heapq.heappush(self._heap, (-request.message.priority, self._arrivals, request))
+        heapq.heappush(self._heap, (not request.resumed, -request.message.priority, self._arrivals, request))
 
     def remove(self, number: int) -> ScheduledRequest | None:
         """Take a request out, wherever it is; None when it doesn't wait."""
@@ -54,9 +54,16 @@ class WaitingQueue:
             self.tokens -= request.prompt_tokens
             # One that was removed stays in the heap until it comes up, or until those are the most.
             if len(self._heap) > 2 * len(self._waiting) + _SMALL or not self._waiting:
-                self._heap = [entry for entry in self._heap if self._waits(entry[2])]
+                self._heap = [entry for entry in self._heap if self._waits(entry[-1])]
                 heapq.heapify(self._heap)
         return request
+
+    @property
+    def next_has_begun(self) -> bool:
+        """Whether the next request had begun in another life of a scheduler."""
+        while self._heap and not self._waits(self._heap[0][-1]):
+            heapq.heappop(self._heap)
+        return bool(self._heap) and self._heap[0][-1].resumed > 0
 
     def pop(self) -> ScheduledRequest:
         """Take the next request.
@@ -67,7 +74,7 @@ class WaitingQueue:
             Nobody waits.
         """
         while True:
-            request = heapq.heappop(self._heap)[2]
+            request = heapq.heappop(self._heap)[-1]
             if self._waits(request):
                 del self._waiting[request.number]
                 self.tokens -= request.prompt_tokens

@@ -57,6 +57,8 @@ class RankControl:
     ----------
     paused : bool
         No request begins.
+    finishing, aborting : bool
+        But those that had begun in another life of a scheduler do, or are aborted like all that run.
     still : bool
         Nor does the engine take a step.
     """
@@ -87,7 +89,7 @@ class RankControl:
         self._refused: set[tuple[str | None, str]] = set()
         # Pauses that wait until nothing runs any more.
         self._awaiting: list[Control] = []
-        self.paused = self.still = False
+        self.paused = self.finishing = self.aborting = self.still = False
 
     def begin(self) -> None:
         """Bring a new engine to the state that this life begins with.
@@ -115,7 +117,7 @@ class RankControl:
 
     def settle(self) -> None:
         """Acknowledge pauses that have waited for the last request to end."""
-        if self._awaiting and not self._table.running:
+        if self._awaiting and not (self._table.running or self._table.waiting.next_has_begun):
             awaiting, self._awaiting = self._awaiting, []
             for order in awaiting:
                 self._controlled.acknowledge(order)
@@ -174,6 +176,7 @@ class RankControl:
         """Do whatever the engine lacks to be as the state says."""
         was_paused = self.paused
         self.paused = state.paused is not None
+        self.finishing, self.aborting = state.paused == "wait", state.paused == "abort"
         self.still = state.paused == "keep" and self._engine.wakeup is None
         if was_paused and (not self.paused or self.still):
             awaiting, self._awaiting = self._awaiting, []

@@ -215,7 +215,8 @@ class Scheduler:
 
     @property
     def _may_begin(self) -> bool:
-        return not self._control.paused and self._table.may_begin
+        control, table = self._control, self._table
+        return table.may_begin and (not control.paused or (control.finishing and table.waiting.next_has_begun))
 
     @property
     def _may_step(self) -> bool:
@@ -308,6 +309,8 @@ class Scheduler:
         if isinstance(message, TokenizedGenerateReqInput) and request.resumed >= message.sampling_params.max_new_tokens:
             # Its last id was made, but the engine that made it did not live to say so.
             self._end_early([request], FinishReason("length"))
+        elif request.resumed and self._control.aborting:
+            self._end_early([request], FinishReason("abort"))
 
     def _compare_live_lists(self) -> None:
         """Compare what owners wait for with what there is, once everything that was sent before has been handled.

@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 
 from multitok.ipc.controlled import Controlled
 from multitok.ipc.launcher_channel import LauncherGone
-from multitok.messages.control import ControlOperation, ControlState
+from multitok.messages.control import ControlOperation, ControlState, Settle
 from multitok.messages.to_child import Control, ControlReqOutput
 from multitok.messages.to_launcher import ControlReq
 from multitok.tokenizer.requests import RequestError
 
 # What the launcher may take for an answer beyond the operation's own time limit.
 _PATIENCE_S = 5.0
+# How often a pause looks whether the last request has ended that had begun before it: some may go on in a new engine.
+_LOOK_S = 0.005
+_OVERTAKEN = "generation was continued, or paused in another way, before everything had ended"
 
 
 class ControlClient:
@@ -26,6 +29,13 @@ class ControlClient:
         This worker as one of the parts.
     send : callable
         Sends to the launcher.
+
+    Attributes
+    ----------
+    has_begun : callable
+        Whether a request of this worker's is running of which ids have come.
+    settled : bool
+        During a pause: this worker has said that there is none.
     """
 
     def __init__(self, controlled: Controlled, send: Callable[[ControlReq], None]) -> None:
@@ -33,6 +43,9 @@ class ControlClient:
         self._send = send
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ControlReqOutput]] = {}
+        self._settling: list[Control] = []
+        self.has_begun: Callable[[], bool] = lambda: False
+        self.settled = False
 
     @property
     def state(self) -> ControlState:
@@ -42,9 +55,35 @@ class ControlClient:
     def follow(self, order: Control | ControlReqOutput) -> None:
         """Take what the launcher says."""
         if isinstance(order, Control):
-            self._controlled.follow(order)
+            self._follow_control(order)
         elif (future := self._waiting.get(order.number)) is not None and not future.done():
             future.set_result(order)
+
+    def _follow_control(self, order: Control) -> None:
+        if not isinstance(order.operation, Settle):
+            self._controlled.follow(order)
+        else:
+            self._controlled.take(order)
+            self._settling.append(order)
+        if self.state.paused in (None, "keep"):
+            self.settled = False
+            self._acknowledge_settling(409, _OVERTAKEN)
+        elif self._settling:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._settling:
+            return
+        if self.has_begun():
+            asyncio.get_running_loop().call_later(_LOOK_S, self._settle)
+        else:
+            self.settled = True
+            self._acknowledge_settling()
+
+    def _acknowledge_settling(self, status: int = 200, problem: str = "") -> None:
+        settling, self._settling = self._settling, []
+        for order in settling:
+            self._controlled.acknowledge(order, status, problem)
 
     async def operate(self, operation: ControlOperation, timeout: float) -> ControlReqOutput:
         """Have an operation carried out in every part that it concerns.

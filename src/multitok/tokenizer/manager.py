@@ -13,9 +13,11 @@ import msgspec
 import zmq
 
 from multitok.config import PortArgs, ServerArgs
+from multitok.engines.base import EngineInfo
 from multitok.ipc.sender_wrapper import FrameSender, SenderWrapper
 from multitok.ipc.sockets import bind_pull
 from multitok.messages.numbers import RequestNumbers, owner_address
+from multitok.messages.sampling import SamplingParams
 from multitok.messages.to_scheduler import (
     BatchTokenizedEmbeddingReqInput,
     BatchTokenizedGenerateReqInput,
@@ -114,12 +116,13 @@ class TokenizerManager:
                 numbers,
                 ranks=ranks,
                 resume=[
-                    partial(can_resume, info=model.engine_info) if model.args.resume_generation else None
+                    partial(self._may_resume, info=model.engine_info) if model.args.resume_generation else None
                     for model in models
                 ],
                 patience=max(model.args.step_timeout for model in models) + _PATIENCE_S,
             ),
         )
+        control.has_begun = self.results.has_begun
         for model in models:
             model.has_rank = partial(self.results.recovery.any_rank_is_up, model.index)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -136,6 +139,10 @@ class TokenizerManager:
         self.results.close()
         for model in self.models:
             model.close()
+
+    def _may_resume(self, params: SamplingParams, info: EngineInfo) -> bool:
+        # Once this worker has said that nothing is left that had begun, other weights may be loaded before it goes on.
+        return not self.control.settled and can_resume(params, info)
 
     def is_ready(self) -> bool:
         """Whether every model can be used."""

@@ -95,6 +95,10 @@ class ResultReceiver:
         """Return how many sub-requests are running."""
         return len(self._requests)
 
+    def has_begun(self) -> bool:
+        """Whether a request is running of which ids have come."""
+        return any(request.output_ids for request in self._requests.values())
+
     def in_flight(self) -> tuple[int, int, float]:
         """Return how many sub-requests are running, how many ids they have, and for how long the oldest has run."""
         requests = self._requests.values()
