@@ -40,6 +40,7 @@ class _Stream:
         self.prompt = _prompt(i)
         self.tokens = tokens
         self.text = ""
+        self.logprobs: list[float] = []
         self.begun = self.ended = False
         self.error: dict[str, Any] | None = None
         self.finish: str | None = None
@@ -78,6 +79,8 @@ class _Stream:
                 continue
             choice = chunk["choices"][0]
             self.text += choice["text"]
+            if choice["logprobs"] is not None:
+                self.logprobs += choice["logprobs"]["token_logprobs"]
             self.finish = choice["finish_reason"] or self.finish
             if not self.begun:
                 with self._news:
@@ -268,6 +271,20 @@ def test_streams_go_on_after_a_schedulers_death_where_that_is_exact(
             stream.check_whole()
         _works(server)
         server.wait_until_idle()
+
+
+def test_log_probabilities_go_on_after_a_schedulers_death() -> None:
+    with Server(*_MULTI, "--resume-generation") as server:
+        whole = server.openai.completions.create(model=MODEL, prompt=_prompt(0), max_tokens=200, logprobs=1)
+        streams = _Streams(server, 200, count=1, logprobs=1)
+        streams.wait_until_all_have_begun()
+        server.kill("scheduler:0")
+        streams.wait_until_all_have_ended(STOP_S)
+        (stream,) = streams.all
+        stream.check_whole()
+        assert whole.choices[0].logprobs is not None
+        assert stream.logprobs == whole.choices[0].logprobs.token_logprobs
+        assert len(stream.logprobs) == 200
 
 
 @pytest.mark.parametrize("options", [_SINGLE, _MULTI], ids=["single", "multi"])

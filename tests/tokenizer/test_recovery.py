@@ -11,6 +11,7 @@ from test_results import vectors
 
 from multitok.detokenizer.incremental import TextDecoder
 from multitok.detokenizer.step import DetokenizerStep
+from multitok.engines.base import may_go_on
 from multitok.ipc import sockets
 from multitok.launcher.http_process import _Parts
 from multitok.messages.base import FinishReason
@@ -21,7 +22,7 @@ from multitok.messages.to_tokenizer import LiveListWanted, LiveReqOutput, RankDi
 from multitok.router.policies import RoundRobinPolicy
 from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer import recovery
-from multitok.tokenizer.recovery import ENGINE_DIED, can_resume
+from multitok.tokenizer.recovery import ENGINE_DIED
 from multitok.tokenizer.requests import RequestError
 from multitok.tokenizer.worker import TokenizerWorker
 from parts import byte_tokenizer, pack
@@ -390,7 +391,7 @@ def test_a_generation_that_would_not_be_the_same_gets_an_error(in_loop, params):
         await until(lambda: sink.errors)
         assert sink.errors == [(503, ENGINE_DIED)]
 
-    in_loop(test, resume=True, info=engine_info(resumable=["logprobs", "min_new_tokens"]))
+    in_loop(test, resume=True, info=engine_info(resumable=["min_new_tokens"]))
 
 
 def test_a_held_request_whose_client_leaves_is_not_sent_again(in_loop):
@@ -465,11 +466,12 @@ def test_time_limits_are_watched_while_no_scheduler_is_up(in_loop, text, timeout
         (["seed", "temperature"], {}, True),
         (["seed", "temperature"], {"temperature": 0.3, "seed": 1}, True),
         (["seed"], {"temperature": 0.0, "grammar": Grammar("regex", "a")}, False),
-        (["seed", "logprobs"], {"temperature": 0.0, "logprobs": 0}, False),
+        (["seed"], {"temperature": 0.0, "logprobs": 0}, False),
+        (["seed", "logprobs"], {"temperature": 0.0, "logprobs": 0}, True),
     ],
 )
 def test_what_may_be_resumed_is_what_the_engine_named(resumable, fields, expected):
-    assert can_resume(SamplingParams(max_new_tokens=3, **fields), engine_info(resumable=resumable)) is expected
+    assert may_go_on(SamplingParams(max_new_tokens=3, **fields), resumable) is expected
 
 
 # A detokenizer starts anew

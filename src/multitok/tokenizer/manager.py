@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from multitok.config import PortArgs, ServerArgs
-from multitok.engines.base import EngineInfo
+from multitok.engines.base import EngineInfo, may_go_on
 from multitok.ipc.sender_wrapper import FrameSender, SenderWrapper
 from multitok.ipc.sockets import bind_pull
 from multitok.messages.numbers import RequestNumbers, owner_address
@@ -26,7 +26,7 @@ from multitok.messages.to_scheduler import (
 )
 from multitok.tokenizer.call import EmbeddingCall, GenerateCall, SubRequest
 from multitok.tokenizer.control_client import ControlClient, described
-from multitok.tokenizer.recovery import ENGINE_DIED, Recovery, can_resume
+from multitok.tokenizer.recovery import ENGINE_DIED, Recovery
 from multitok.tokenizer.request_maker import RequestMaker
 from multitok.tokenizer.requests import (
     EmbeddingInput,
@@ -142,7 +142,7 @@ class TokenizerManager:
 
     def _may_resume(self, params: SamplingParams, info: EngineInfo) -> bool:
         # Once this worker has said that nothing is left that had begun, other weights may be loaded before it goes on.
-        return not self.control.settled and can_resume(params, info)
+        return not self.control.settled and may_go_on(params, info.resumable)
 
     def is_ready(self) -> bool:
         """Whether every model can be used."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from multitok.engines.base import EngineInfo, may_go_on
 from multitok.ipc.sender_wrapper import SenderWrapper
 from multitok.messages.lives import DeadLives
 from multitok.messages.numbers import RequestNumbers
@@ -34,12 +33,6 @@ _LONGEST_SILENCE = 8
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 ENGINE_DIED = "the engine has died and is being restarted; try again later"
-
-
-def can_resume(params: SamplingParams, info: EngineInfo) -> bool:
-    """Whether a generation that has begun can go on from its ids with exactly those of an undisturbed run."""
-    # What was said of single ids would be lacking.
-    return params.logprobs is None and may_go_on(params, info.resumable)
 
 
 def _times_of(request: SubRequest) -> tuple[float, float]:
