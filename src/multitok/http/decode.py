@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import typing
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -54,14 +55,14 @@ def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
             return cast("T", texts.put_back(decoder.decode(texts.rest)))
         return decoder.decode(body)
     except msgspec.ValidationError as exc:
-        raise _validation_error(str(exc)) from None
+        raise _validation_error(str(exc), decoder.type) from None
     except RecursionError:
         raise RequestError(400, "the body is nested too deeply") from None
     except (msgspec.DecodeError, ValueError) as exc:
         raise _malformed(body, str(exc)) from None
 
 
-def _validation_error(message: str) -> RequestError:
+def _validation_error(message: str, body_type: Any) -> RequestError:
     missing = _MISSING.match(message)
     if missing is not None:
         name = ".".join(filter(None, (missing.group(2), missing.group(1))))
@@ -74,7 +75,21 @@ def _validation_error(message: str) -> RequestError:
         problem = problem.replace(name, words)
     path = match.group(1)
     # A word that is none of those that are allowed is repeated in it.
-    return RequestError(400, f"{path}: {problem[:_PATH_LIMIT]}", path or None)
+    problem = problem[:_PATH_LIMIT]
+    if problem.startswith("Invalid enum value") and (allowed := _words_of(body_type, path)):
+        problem += f"; it is one of {', '.join(allowed)}"
+    return RequestError(400, f"{path}: {problem}", path or None)
+
+
+def _words_of(body_type: Any, field: str) -> list[str]:
+    """Return the words that a field of a body may be."""
+
+    def walk(hint: Any) -> list[str]:
+        if typing.get_origin(hint) is typing.Literal:
+            return [repr(word) for word in typing.get_args(hint) if isinstance(word, str)]
+        return [word for part in typing.get_args(hint) for word in walk(part)]
+
+    return walk(typing.get_type_hints(body_type).get(field)) if isinstance(body_type, type) else []
 
 
 def _malformed(body: bytes | bytearray, message: str) -> RequestError:
