@@ -112,7 +112,6 @@ ControlOperation = (
     | SetLogLevel
     | FreezeGc
     | AbortMatching
-    | Settle
     | FlushCache
     | LoadAdapter
     | UnloadAdapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from multitok.messages.control import ControlOperation, ControlState
+from multitok.messages.control import ControlOperation, ControlState, Settle
 
 
 class Start(msgspec.Struct, array_like=True, tag=1, gc=False):
@@ -125,7 +125,7 @@ class Control(msgspec.Struct, array_like=True, tag=11, gc=False):
 
     state: ControlState
     id: int = 0
-    operation: ControlOperation | None = None
+    operation: ControlOperation | Settle | None = None
 
 
 class ControlReqOutput(msgspec.Struct, array_like=True, tag=12, gc=False):
