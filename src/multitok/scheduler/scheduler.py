@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -391,8 +392,7 @@ class Scheduler:
                 self._end_early([request], FinishReason("error", None, *took_too_long(message)))
 
     def _fail_all(self, message: str) -> None:
-        finish = FinishReason("error", None, 500, message)
-        self._send([(request, EngineOutput(request.number, [], finish)) for request in self._table.live()])
+        self._send(_last_rows(self._table.live(), FinishReason("error", None, 500, message)))
 
     def _end_early(self, requests: list[ScheduledRequest], finish: FinishReason, *, acknowledged: bool = False) -> None:
         """End requests, and give the last word on them to whoever holds their state.
@@ -410,7 +410,7 @@ class Scheduler:
             if request.admitted:
                 self._engine.abort(request.number)
             self._table.end(request, acknowledged=acknowledged)
-        unsent = self._send([(request, EngineOutput(request.number, [], finish)) for request in requests])
+        unsent = self._send(_last_rows(requests, finish))
         if acknowledged:
             self._unsaid += unsent
 
@@ -460,16 +460,19 @@ class Scheduler:
 
     def _emit(self, outputs: list[EngineOutput]) -> None:
         rows: list[Row] = []
+        now = time.monotonic()
         for output in outputs:
             request = self._table.running.get(output.number)
             if request is None:
                 _log.error("the engine made output for request %d, which does not run", output.number)
                 continue
-            rows.append((request, output))
             if request.unread:
                 self._table.work.begun(request)
+            if (gathered := request.gather(output, now)) is None:
+                continue
+            rows.append((request, gathered))
             if output.finish is not None:
-                self._table.work.learn(len(request.output_ids) + len(output.output_ids))
+                self._table.work.learn(len(request.output_ids) + len(gathered.output_ids))
                 self._table.end(request, acknowledged=False)
         self._send(rows)
 
@@ -490,3 +493,13 @@ class Scheduler:
             if not self._mapping.send_output(destination, batch):
                 unsent += [request for request, _ in its_rows]
         return unsent
+
+
+def _last_rows(requests: Iterable[ScheduledRequest], finish: FinishReason) -> list[Row]:
+    """Return the last word on requests that do not end by themselves, behind what has not been sent on of them."""
+    rows: list[Row] = []
+    for request in requests:
+        last = request.gather(EngineOutput(request.number, [], finish), time.monotonic())
+        assert last is not None
+        rows.append((request, last))
+    return rows

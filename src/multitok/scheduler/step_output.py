@@ -43,7 +43,7 @@ def token_batch(rows: list[Row], rank: int, life: int, now: float) -> BatchToken
         request.output_ids.extend(new_ids)
         if request.decode_params is not None:
             starting = True
-            request.first_token = now
+            request.first_token = request.first_token or now
         if output.finish is not None:
             finishing = True
         if output.logprobs is not None:
