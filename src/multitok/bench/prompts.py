@@ -12,6 +12,8 @@ from multitok.bench.target import BenchError, Target
 _CHARS_PER_TOKEN = 4.3
 _TRIES = 16
 _FILLER = " a"
+# A prompt's number as it is counted.
+_FRONT = f"{SPECIMEN} "
 _FILLED_LEAST = 4
 
 
@@ -93,11 +95,11 @@ class PromptMaker:
     @property
     def shortest(self) -> int:
         """Tokens of the shortest prompt."""
-        return self._counter.count(SPECIMEN + " ") + 1
+        return self._counter.count(_FRONT) + 1
 
     def prompt(self, tokens: int) -> str:
         """Return a text of so many tokens that begins with `PLACEHOLDER` (counted as the number it stands for)."""
-        return f"{PLACEHOLDER} {self._cut(tokens, SPECIMEN + ' ')}"
+        return f"{PLACEHOLDER} {self._cut(tokens, _FRONT)}"
 
     def _cut(self, tokens: int, front: str) -> str:
         source = self._text

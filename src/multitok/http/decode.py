@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import typing
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -85,11 +84,11 @@ def _words_of(body_type: Any, field: str) -> list[str]:
     """Return the words that a field of a body may be."""
 
     def walk(hint: Any) -> list[str]:
-        if typing.get_origin(hint) is typing.Literal:
-            return [repr(word) for word in typing.get_args(hint) if isinstance(word, str)]
-        return [word for part in typing.get_args(hint) for word in walk(part)]
+        if get_origin(hint) is Literal:
+            return [repr(word) for word in get_args(hint) if isinstance(word, str)]
+        return [word for part in get_args(hint) for word in walk(part)]
 
-    return walk(typing.get_type_hints(body_type).get(field)) if isinstance(body_type, type) else []
+    return walk(get_type_hints(body_type).get(field)) if isinstance(body_type, type) else []
 
 
 def _malformed(body: bytes | bytearray, message: str) -> RequestError:

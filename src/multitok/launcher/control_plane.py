@@ -162,11 +162,15 @@ class ControlPlane:
             controlled.apply(order)
             self._board.set_epoch(LAUNCHER, 0, state.epoch)
             current.done.append(LAUNCHER)
-        for child in concerned:
+        self._tell(concerned, order, current)
+        return current
+
+    @staticmethod
+    def _tell(children: list[ChildProcess], order: Control, current: _Open) -> None:
+        for child in children:
             child.send(order)
             if child.ready:
                 current.awaited[child.pid] = _name(child)
-        return current
 
     def acknowledged(self, child: ChildProcess, ack: OperationAck) -> None:
         """A part has answered."""
@@ -227,11 +231,7 @@ class ControlPlane:
         self._ids += 1
         current.asked_as = self._ids
         self._open[self._ids] = current
-        order = Control(self.state, self._ids, Settle())
-        for child in self._children.of(WORKER):
-            child.send(order)
-            if child.ready:
-                current.awaited[child.pid] = _name(child)
+        self._tell(self._children.of(WORKER), Control(self.state, self._ids, Settle()), current)
         self._end_if_nobody_is_awaited(current)
 
     def _time_is_up(self, current: _Open) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from multitok.engines.base import Engine, EngineRefusal, no_such_operation
 from multitok.ipc.controlled import Controlled
 from multitok.messages.base import FinishReason
-from multitok.messages.control import AbortMatching, ControlState, Pause, Weights
+from multitok.messages.control import AbortMatching, ControlState, Pause, PauseMode, Weights
 from multitok.messages.operations import (
     EngineOperation,
     FlushCache,
@@ -26,7 +26,6 @@ from multitok.scheduler.request_table import RequestTable
 from multitok.tokenizer.errors import ModelError
 
 _log = logging.getLogger(__name__)
-_OVERTAKEN = "generation was continued, or paused in another way, before everything had ended"
 _OWN_VERSION = "default"
 _PAUSED = "generation is paused; try again later"
 
@@ -55,10 +54,9 @@ class RankControl:
 
     Attributes
     ----------
-    paused : bool
-        No request begins.
-    finishing, aborting : bool
-        But those that had begun in another life of a scheduler do, or are aborted like all that run.
+    paused : {'wait', 'abort', 'keep'} or None
+        No request begins; but those that had begun in another life of a scheduler do (``wait``), or are aborted like
+        all that run (``abort``).
     still : bool
         Nor does the engine take a step.
     """
@@ -87,9 +85,8 @@ class RankControl:
         self._weights = self._own_weights = Weights(model_path, _OWN_VERSION)
         # What it would not take, by name and path (weights have no name): not asked for again until an operator does.
         self._refused: set[tuple[str | None, str]] = set()
-        # Pauses that wait until nothing runs any more.
-        self._awaiting: list[Control] = []
-        self.paused = self.finishing = self.aborting = self.still = False
+        self.paused: PauseMode | None = None
+        self.still = False
 
     def begin(self) -> None:
         """Bring a new engine to the state that this life begins with.
@@ -110,17 +107,15 @@ class RankControl:
             self._controlled.acknowledge(order, refusal.status, refusal.message)
             return
         if isinstance(order.operation, Pause) and order.operation.mode == "wait":
-            self._awaiting.append(order)
+            self._controlled.hold(order)
             self.settle()
         else:
             self._controlled.acknowledge(order, count=count)
 
     def settle(self) -> None:
         """Acknowledge pauses that have waited for the last request to end."""
-        if self._awaiting and not (self._table.running or self._table.waiting.next_has_begun):
-            awaiting, self._awaiting = self._awaiting, []
-            for order in awaiting:
-                self._controlled.acknowledge(order)
+        if self._controlled.holds and not (self._table.running or self._table.waiting.next_has_begun):
+            self._controlled.everything_has_ended()
 
     def problem_of(self, message: RequestMessage) -> tuple[int, str] | None:
         """Return why a request that has just come is not taken, or not held: HTTP status and words."""
@@ -175,13 +170,10 @@ class RankControl:
     def _reach(self, state: ControlState) -> None:
         """Do whatever the engine lacks to be as the state says."""
         was_paused = self.paused
-        self.paused = state.paused is not None
-        self.finishing, self.aborting = state.paused == "wait", state.paused == "abort"
+        self.paused = state.paused
         self.still = state.paused == "keep" and self._engine.wakeup is None
         if was_paused and (not self.paused or self.still):
-            awaiting, self._awaiting = self._awaiting, []
-            for order in awaiting:
-                self._controlled.acknowledge(order, 409, _OVERTAKEN)
+            self._controlled.overtake()
         adapters = {name: its.path for name, its in state.adapters.items() if its.model == self._model}
         for name in [name for name in self._adapters if name not in adapters]:
             self._operate(UnloadAdapter(name))

@@ -217,7 +217,7 @@ class Scheduler:
     @property
     def _may_begin(self) -> bool:
         control, table = self._control, self._table
-        return table.may_begin and (not control.paused or (control.finishing and table.waiting.next_has_begun))
+        return table.may_begin and (not control.paused or (control.paused == "wait" and table.waiting.next_has_begun))
 
     @property
     def _may_step(self) -> bool:
@@ -310,7 +310,7 @@ class Scheduler:
         if isinstance(message, TokenizedGenerateReqInput) and request.resumed >= message.sampling_params.max_new_tokens:
             # Its last id was made, but the engine that made it did not live to say so.
             self._end_early([request], FinishReason("length"))
-        elif request.resumed and self._control.aborting:
+        elif request.resumed and self._control.paused == "abort":
             self._end_early([request], FinishReason("abort"))
 
     def _compare_live_lists(self) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
             aborted = FinishReason("abort")
             # Of an owner that is dead the detokenizers have forgotten everything.
             unsaid = [request for request in self._unsaid if request.owner not in self._dead_owners]
-            self._unsaid = self._send([(request, EngineOutput(request.number, [], aborted)) for request in unsaid])
+            self._unsaid = self._send(_last_rows(unsaid, aborted))
 
     def _forget_owner(self, address: str) -> None:
         self._dead_owners.add(address)

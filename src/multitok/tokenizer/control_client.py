@@ -17,7 +17,6 @@ from multitok.tokenizer.requests import RequestError
 _PATIENCE_S = 5.0
 # How often a pause looks whether the last request has ended that had begun before it: some may go on in a new engine.
 _LOOK_S = 0.005
-_OVERTAKEN = "generation was continued, or paused in another way, before everything had ended"
 
 
 class ControlClient:
@@ -43,7 +42,7 @@ class ControlClient:
         self._send = send
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ControlReqOutput]] = {}
-        self._settling: list[Control] = []
+        self._next_look: asyncio.TimerHandle | None = None
         self.has_begun: Callable[[], bool] = lambda: False
         self.settled = False
 
@@ -64,26 +63,22 @@ class ControlClient:
             self._controlled.follow(order)
         else:
             self._controlled.take(order)
-            self._settling.append(order)
+            self._controlled.hold(order)
         if self.state.paused in (None, "keep"):
             self.settled = False
-            self._acknowledge_settling(409, _OVERTAKEN)
-        elif self._settling:
+            self._controlled.overtake()
+        elif self._next_look is None:
             self._settle()
 
     def _settle(self) -> None:
-        if not self._settling:
+        self._next_look = None
+        if not self._controlled.holds:
             return
         if self.has_begun():
-            asyncio.get_running_loop().call_later(_LOOK_S, self._settle)
+            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._settle)
         else:
             self.settled = True
-            self._acknowledge_settling()
-
-    def _acknowledge_settling(self, status: int = 200, problem: str = "") -> None:
-        settling, self._settling = self._settling, []
-        for order in settling:
-            self._controlled.acknowledge(order, status, problem)
+            self._controlled.everything_has_ended()
 
     async def operate(self, operation: ControlOperation, timeout: float) -> ControlReqOutput:
         """Have an operation carried out in every part that it concerns.
