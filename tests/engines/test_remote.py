@@ -156,7 +156,7 @@ def test_the_engine_with_the_least_work_is_asked(peers, start):
         driver.abort(number)
 
 
-@pytest.mark.parametrize("status", [500, 502, 503, 429])
+@pytest.mark.parametrize("status", [500, 502, 503, 429, 302, 401, 403, 404])
 def test_what_one_engine_does_not_take_another_gets(peers, start, status):
     engine = start(*peers)
     for peer in peers:
@@ -184,6 +184,42 @@ def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(peers, start):
         peer.answers[GENERATE] = (400, '{"error":{"message":"too hot"}}')
     assert outputs_of(engine)[1] == FinishReason("error", None, 400, "too hot")
     assert sum(len(peer.bodies(GENERATE)) for peer in peers) == 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        event([40, 2**40], 2, {"type": "length"}),
+        event([40, 10**6], 2, {"type": "length"}),
+        event([40, -1], 2, {"type": "length"}),
+        event([40] * 5, 5),
+        event([40], 1, {"type": "stop", "matched": 10**6}),
+        event([40], 1, {"type": "stop", "matched": -3}),
+        event([40], 1) + event([], 1, {"type": "stop", "matched": 2**33}),
+        event([40] * 4, 4, {"type": "stop", "matched": 7}),
+    ],
+)
+def test_an_answer_that_makes_no_sense_ends_the_request_and_nothing_else(peers, start, events):
+    engine = start(peers[0])
+    peers[0].answers[GENERATE] = (200, events)
+    ids, finish = outputs_of(engine, greedy(4))
+    assert (finish.type, finish.status) == ("error", 502)
+    assert ids in ([], [40])
+    peers[0].answers[GENERATE] = (200, RECORDED["sglang"]["incremental"])
+    assert outputs_of(engine)[0] == [10, 11, 12]
+
+
+def test_log_probabilities_of_no_ids_end_the_request(peers, start):
+    engine = start(peers[0])
+    said = {
+        "completion_tokens": 1,
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-1.0, 40, None]],
+        "output_top_logprobs": [[[-1.0, -9, None]]],
+    }
+    peers[0].answers[GENERATE] = (200, f"data: {json.dumps({'output_ids': [40], 'meta_info': said})}\n\n")
+    _, finish = outputs_of(engine, greedy(4, logprobs=1))
+    assert (finish.type, finish.status) == ("error", 502)
 
 
 def test_a_request_goes_on_elsewhere_when_its_engine_hangs(peers, start, caplog):

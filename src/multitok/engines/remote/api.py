@@ -36,9 +36,9 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
     @property
-    def may_be_tried_elsewhere(self) -> bool:
-        """Whether another engine could do what this one didn't."""
-        return self.status >= 500 or self.status == 429
+    def blames_the_request(self) -> bool:
+        """Whether no other engine would do it either; all else is between this engine and multitok."""
+        return self.status in (400, 413, 422)
 
 
 class Delta(msgspec.Struct, gc=False):

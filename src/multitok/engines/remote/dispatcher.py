@@ -20,6 +20,8 @@ from multitok.messages.sampling import EngineFields, SamplingParams
 _log = logging.getLogger(__name__)
 # A request that engines die of must not go through all of them again and again.
 _MOST_MOVES = 4
+# Ids are packed as int32.
+_ID_LIMIT = 1 << 31
 UNREACHABLE = "no engine can be reached at the moment; try again later"
 _LOST = (
     "the engine was lost during the generation, and none can go on with exactly the same ids for this request's options"
@@ -157,17 +159,14 @@ class Dispatcher:
         if delta.failure is not None:
             self._failed(request, delta.failure)
             return
+        if (problem := _nonsense_of(delta, request, self._info.vocab_size)) is not None:
+            self._misbehaved(request, problem)
+            return
         ids = delta.ids
         if ids:
             request.output.extend(ids)
             attempt.peer.work -= len(ids)
             request.reserved -= len(ids)
-            if len(request.output) > request.params.max_new_tokens:
-                self._misbehaved(request, "it gave more ids than it was asked for")
-                return
-            if min(ids) < 0 or max(ids) >= self._info.vocab_size:
-                self._misbehaved(request, f"it gave an id outside the vocabulary of {self._info.vocab_size}")
-                return
         most = request.params.logprobs
         if most is None:
             delta.logprobs = delta.top_logprobs = None
@@ -187,14 +186,14 @@ class Dispatcher:
         assert attempt is not None
         self._release(request)
         _log.log(
-            logging.WARNING if failure.may_be_tried_elsewhere else logging.DEBUG,
+            logging.DEBUG if failure.blames_the_request else logging.WARNING,
             "%s: a request failed after %d ids: %d %s",
             attempt.peer.url,
             attempt.have,
             failure.status,
             failure.message,
         )
-        if not failure.may_be_tried_elsewhere or request.is_tied:
+        if failure.blames_the_request or request.is_tied:
             self._finish(request, _end_of(failure, request))
             return
         if attempt.have:
@@ -255,6 +254,21 @@ class Dispatcher:
         self._outbox.signal()
 
 
+def _nonsense_of(delta: Delta, request: RemoteRequest, vocab_size: int) -> str | None:
+    """Return what is wrong with what an engine gave, if anything is: no part after this one expects such values."""
+    ids = delta.ids
+    matched = None if delta.finish is None else delta.finish.matched
+    if isinstance(matched, int) and (ids[-1:] or request.output[-1:].tolist()) != [matched]:
+        ids = [*ids, matched]
+    if len(request.output) + len(ids) > request.params.max_new_tokens:
+        return "it gave more ids than it was asked for"
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        return f"it gave an id outside the vocabulary of {vocab_size}"
+    if any(not 0 <= token < _ID_LIMIT for top in delta.top_logprobs or () for token, _ in top):
+        return "it gave the log probability of something that is no id"
+    return None
+
+
 def _name_the_stop(request: RemoteRequest, delta: Delta) -> None:
     """Have a stop id as the last id, and named, as the protocol wants it."""
     matched = None if delta.finish is None else delta.finish.matched
@@ -268,7 +282,7 @@ def _name_the_stop(request: RemoteRequest, delta: Delta) -> None:
 
 def _end_of(failure: Failure, request: RemoteRequest) -> FinishReason:
     """Return what the client hears of a failure: addresses and other inner matters stay in the log."""
-    if failure.status in (400, 413, 422):
+    if failure.blames_the_request:
         return FinishReason("error", None, 400, failure.message)
     if failure.status == 404 and request.fields is not None and request.fields.adapter is not None:
         return FinishReason("error", None, 400, f"adapter {request.fields.adapter!r}: {failure.message}")
