@@ -11,7 +11,16 @@ from multitok.launcher.control_plane import ControlPlane
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.shared_memory import block_name
 from multitok.launcher.timers import Timers
-from multitok.messages.control import AbortMatching, Adapter, Continue, ControlState, Pause, SetLogLevel, Settle
+from multitok.messages.control import (
+    AbortMatching,
+    Adapter,
+    Continue,
+    ControlState,
+    Pause,
+    SetLogLevel,
+    Settle,
+    Weights,
+)
 from multitok.messages.operations import FlushCache, LoadAdapter, UpdateWeights
 from multitok.messages.to_child import Control, ControlReqOutput
 from multitok.messages.to_launcher import ControlReq, OperationAck
@@ -200,6 +209,26 @@ def test_a_refusal_that_comes_late_is_taken_back_too(plane):
     plane.acknowledge(1, plane.worker, *plane.others, plane.ranks[0])
     plane.acknowledge(1, plane.ranks[1], status=400, problem="there is nothing")
     assert plane.plane.state == ControlState(epoch=2)
+
+
+def test_two_pauses_that_are_refused_at_once_leave_no_pause(plane):
+    for number in (1, 2):
+        plane.ask(Pause("keep"), number=number)
+    for operation in (1, 2):
+        plane.acknowledge(operation, plane.worker, *plane.others)
+        plane.acknowledge(operation, *plane.ranks, status=400, problem="it works by itself")
+    assert [answer.status for answer in plane.answers()] == [400, 400]
+    assert plane.plane.state.paused is None
+
+
+def test_weights_that_are_loaded_stay_when_those_before_them_are_refused(plane):
+    plane.ask(UpdateWeights("/none"), number=1)
+    plane.ask(UpdateWeights("/good", "v2"), number=2)
+    plane.acknowledge(1, *plane.ranks, status=400, problem="there is nothing")
+    plane.acknowledge(1, plane.worker, *plane.others)
+    plane.acknowledge(2, *plane.everybody)
+    assert [answer.status for answer in plane.answers()] == [400, 200]
+    assert plane.plane.state.weights == {0: Weights("/good", "v2")}
 
 
 def test_what_another_operation_has_overtaken_is_not_taken_back(plane):

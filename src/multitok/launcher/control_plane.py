@@ -12,6 +12,7 @@ from multitok.launcher.children import SCHEDULER, WORKER, Children
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.timers import Timers
 from multitok.messages.control import (
+    ControlJournal,
     ControlOperation,
     ControlState,
     LogLevel,
@@ -19,7 +20,6 @@ from multitok.messages.control import (
     Settle,
     is_for_ranks_only,
     state_after,
-    state_without,
 )
 from multitok.messages.operations import name_of
 from multitok.messages.to_child import Control, ControlReqOutput
@@ -46,8 +46,8 @@ class _Open:
         The id that parts answer under; in the second half of a pause it has another one.
     operation : ControlOperation or None
         What it is; None: the taking back of another.
-    before, state : ControlState
-        Before and after it.
+    state : ControlState
+        After it.
     caller : ChildProcess or None
         Who waits for the answer; None once it has it.
     number : int
@@ -62,11 +62,10 @@ class _Open:
         Requests that it has ended.
     """
 
-    def __init__(self, operation_id: int, operation: ControlOperation | None, before: ControlState) -> None:
+    def __init__(self, operation_id: int, operation: ControlOperation | None, state: ControlState) -> None:
         self.id = self.asked_as = operation_id
         self.operation = operation
-        self.before = before
-        self.state = before
+        self.state = state
         self.caller: ChildProcess | None = None
         self.number = 0
         self.awaited: dict[int, str] = {}
@@ -117,6 +116,7 @@ class ControlPlane:
         self._board = board
         self._resumes = resumes
         self.state = ControlState(log_level=log_level)
+        self._journal = ControlJournal(self.state)
         self._ids = 0
         self._open: dict[int, _Open] = {}
 
@@ -152,8 +152,10 @@ class ControlPlane:
     def _begin(self, operation: ControlOperation | None, state: ControlState) -> _Open:
         """Keep the state, and tell every part that an operation concerns."""
         self._ids += 1
-        current = self._open[self._ids] = _Open(self._ids, operation, self.state)
-        current.state = self.state = state
+        current = self._open[self._ids] = _Open(self._ids, operation, state)
+        if operation is not None and state is not self.state:
+            self._journal.add(self._ids, operation)
+        self.state = state
         order = Control(state, current.id, operation)
         if operation is not None and is_for_ranks_only(operation):
             concerned = self._children.of(SCHEDULER)
@@ -207,11 +209,13 @@ class ControlPlane:
         if current.caller is None:
             for _, words in refused:
                 _log.warning("operation %d (%s), which nobody waits for any more: %s", current.id, current.name, words)
-        if current.operation is not None and any(status != _OVERTAKEN for status, _ in refused):
-            state = state_without(self.state, current.operation, current.before)
+        if any(status != _OVERTAKEN for status, _ in refused):
+            state = self._journal.take_back(current.id, self.state)
             if state is not self.state:
                 _log.warning("operation %d (%s) is taken back", current.id, current.name)
                 self._begin(None, state)
+        else:
+            self._journal.settle(current.id)
         if refused:
             self._answer(current, max(status for status, _ in refused), "; ".join(words for _, words in refused))
         else:

@@ -142,34 +142,40 @@ def state_after(state: ControlState, operation: ControlOperation, operation_id: 
     return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)
 
 
-def state_without(state: ControlState, operation: ControlOperation, before: ControlState) -> ControlState:
-    """Return the state in which an operation is taken back, whatever else has been changed since.
+class ControlJournal:
+    """The operations that are not over, on top of the state before them: any of them can be taken back.
 
-    Parameters
-    ----------
-    state : ControlState
-        The newest.
-    operation : ControlOperation
-        One that a part has refused.
-    before : ControlState
-        The state that it was asked for in.
+    A state that one of them was asked for in is no state to go back to, since it may hold what another one, which is
+    refused as well, has set.
     """
-    match operation:
-        case Pause():
-            changes: dict[str, object] = {"paused": before.paused}
-        case LoadAdapter() | UnloadAdapter():
-            adapters = {name: its for name, its in state.adapters.items() if name != operation.name}
-            if operation.name in before.adapters:
-                adapters[operation.name] = before.adapters[operation.name]
-            changes = {"adapters": adapters}
-        case UpdateWeights():
-            weights = {model: its for model, its in state.weights.items() if model != operation.model}
-            if operation.model in before.weights:
-                weights[operation.model] = before.weights[operation.model]
-            changes = {"weights": weights}
-        case _:
-            return state
-    return msgspec.structs.replace(state, epoch=state.epoch + 1, **changes)
+
+    def __init__(self, state: ControlState) -> None:
+        self._settled = state
+        # By number, in order; True: every part has answered.
+        self._operations: dict[int, tuple[ControlOperation, bool]] = {}
+
+    def add(self, operation_id: int, operation: ControlOperation) -> None:
+        """Take an operation in, the newest."""
+        self._operations[operation_id] = operation, False
+
+    def settle(self, operation_id: int) -> None:
+        """Keep an operation: all have answered. One that isn't here has changed nothing."""
+        if operation_id in self._operations:
+            self._operations[operation_id] = self._operations[operation_id][0], True
+        for first, (oldest, is_over) in list(self._operations.items()):
+            if not is_over:
+                break
+            self._settled = state_after(self._settled, oldest, first)
+            del self._operations[first]
+
+    def take_back(self, operation_id: int, newest: ControlState) -> ControlState:
+        """Return the state without an operation: the newest itself where it has left nothing behind."""
+        self._operations.pop(operation_id, None)
+        state = self._settled
+        for number, (operation, _) in self._operations.items():
+            state = state_after(state, operation, number)
+        state = msgspec.structs.replace(state, epoch=newest.epoch)
+        return newest if state == newest else msgspec.structs.replace(state, epoch=newest.epoch + 1)
 
 
 def is_for_ranks_only(operation: ControlOperation) -> bool:
