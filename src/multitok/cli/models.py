@@ -14,6 +14,8 @@ from multitok.engines.registry import NEEDS_NO_MODEL, TAKES_COMMAND_LINE, parse_
 from multitok.tokenizer.model_files import ModelFiles, resolve_model, resolve_tokenizer
 from multitok.tokenizer.model_settings import ModelSettings
 
+_MOST_NAME = 256
+
 
 def models_of(server_args: ServerArgs) -> list[ModelSettings]:
     """Find the models that the options name, each with the options that hold for it.
@@ -30,6 +32,8 @@ def models_of(server_args: ServerArgs) -> list[ModelSettings]:
     ModelError
         A model can't be found, or not be served.
     """
+    if server_args.served_model_name is not None:
+        _check_name("--served-model-name", server_args.served_model_name)
     given = [_name_and_path(model) for model in server_args.model] or [(None, None)]
     names = [name for name, _ in given if name is not None]
     _check_unique(names)
@@ -54,11 +58,26 @@ def in_options(problem: str) -> str:
 def _name_and_path(model: str) -> tuple[str | None, str | None]:
     """Take ``NAME=PATH`` apart; a path with ``=`` in it that exists is a path. No path: the default model."""
     name, separator, path = model.partition("=")
-    if not separator or Path(model).expanduser().exists():
+    if not separator or _exists(model):
         return None, model
     if not name:
         raise OptionError(f"--model {model}: there is no name before the =")
+    _check_name("--model", name)
     return name, path or None
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except OSError:
+        # A name that is too long for a path, most of all.
+        return False
+
+
+def _check_name(option: str, name: str) -> None:
+    """Refuse what no request could ask for by a line or an address."""
+    if not name.strip() or len(name) > _MOST_NAME or not name.isprintable():
+        raise OptionError(f"{option}: a model's name is 1 to {_MOST_NAME} printable characters, not {name[:50]!r}")
 
 
 def _check_unique(names: Sequence[str]) -> None:

@@ -220,7 +220,11 @@ def _folder(tokenizer: str) -> Path:
 
 def _locate(name: str, option: str, patterns: list[str] | None = None) -> Path:
     path = Path(name).expanduser()
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise ModelError(f"{option} {name[:200]}: {error.strerror}") from None
+    if exists:
         # Not resolved: in the hub's cache a link's target has lost its name.
         return path.absolute()
     if not _HUB_ID.fullmatch(name):
