@@ -31,6 +31,7 @@ ASKED: list[tuple[str, dict[str, Any], Any, float]] = [
     ("/abort_request", {"rid": "x"}, AbortMatching("x"), QUICK_S),
     ("/abort_request", {"rid_prefix": "x"}, AbortMatching("x", prefix=True), QUICK_S),
     ("/abort_request", {"rid": "", "abort_all": True}, AbortMatching(), QUICK_S),
+    ("/abort_request", {"abort_all": True, "model": "double-model"}, AbortMatching(model=0), QUICK_S),
     ("/configure_logging", {"log_level": "debug", "log_requests": False}, SetLogLevel("debug"), QUICK_S),
     ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, LoadAdapter("a", "/a"), LONG_S),
     ("/unload_lora_adapter", {"lora_name": "poet"}, UnloadAdapter("poet"), QUICK_S),
@@ -92,7 +93,7 @@ def test_new_weights_can_take_the_place_of_what_runs_and_of_the_cache(
     body = {"model_path": "/w", "weight_version": "v2", "abort_all_requests": True}
     assert post(connection, "/update_weights_from_disk", body).json()["num_paused_requests"] == 0
     asked = [operation for operation, _ in server.manager.control.asked]
-    assert asked == [AbortMatching(), UpdateWeights("/w", "v2"), FlushCache()]
+    assert asked == [AbortMatching(model=0), UpdateWeights("/w", "v2"), FlushCache()]
 
 
 @pytest.mark.parametrize(

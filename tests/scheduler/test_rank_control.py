@@ -184,6 +184,15 @@ def test_aborts_owners_and_deadlines_go_on_during_a_pause(start):
     assert rank.compare({5: 0}) == [5]
 
 
+def test_an_abort_for_another_model_ends_nothing(start):
+    rank = start(engine={"step_ms": 5})
+    rank.send(generate(1, tokens=LONG))
+    rank.wait_for_first(1)
+    assert rank.operate(AbortMatching(model=1)).count == 0
+    assert rank.operate(AbortMatching(model=0)).count == 1
+    assert rank.wait_for_end(1) == ABORTED
+
+
 def test_a_pause_that_waits_is_overtaken_by_continuing(start):
     rank = start(engine={"step_ms": 5})
     rank.send(generate(1, tokens=LONG))

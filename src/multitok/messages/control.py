@@ -100,10 +100,13 @@ class AbortMatching(msgspec.Struct, tag="abort", frozen=True):
         The user's id, a request's own or its call's; None: all.
     prefix : bool
         Every id that begins so.
+    model : int or None
+        Index of the only model whose requests are meant; None: those of all.
     """
 
     rid: str | None = None
     prefix: bool = False
+    model: int | None = None
 
 
 ControlOperation = (

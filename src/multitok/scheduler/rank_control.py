@@ -145,7 +145,7 @@ class RankControl:
                 raise EngineRefusal(400, f"engine {name!r} works by itself and can't stand still: use mode 'wait'")
             case Pause(mode="abort"):
                 count = self._end([*self._table.running.values()])
-            case AbortMatching():
+            case AbortMatching() if operation.model in (None, self._model):
                 count = self._end(self._matching(operation))
             case FlushCache() | StartProfile() | StopProfile():
                 self._operate(operation)

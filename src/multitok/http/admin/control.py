@@ -145,8 +145,9 @@ class StopProfileRequest(ForModel, kw_only=True):
 
 
 class AbortRequest(Timed, kw_only=True):
-    """Body of ``/abort_request``: one of the three."""
+    """Body of ``/abort_request``: one of the three, and which model's requests are meant; without it, all models'."""
 
+    model: str | None = None
     rid: str | None = None
     rid_prefix: str | None = None
     abort_all: bool | None = None
@@ -292,7 +293,7 @@ class ControlRoutes:
         model = self._model_for(UpdateWeights, body.model)
         operation = UpdateWeights(body.model_path, body.weight_version, model)
         if body.abort_all_requests:
-            await self._operate(AbortMatching(), body, QUICK_S)
+            await self._operate(AbortMatching(model=model), body, QUICK_S)
         answer = await self._operate(operation, body, LONG_S)
         if body.flush_cache is not False and _has(self._manager.models[model], FlushCache):
             await self._operate(FlushCache(model), body, QUICK_S)
@@ -317,14 +318,15 @@ class ControlRoutes:
         body = await _read(AbortRequest, request)
         if body.rid is not None and body.rid_prefix is not None:
             raise invalid("rid_prefix", "can't be combined with rid")
+        model = find_model(body.model, self._manager).index if body.model else None
         if body.abort_all:
-            operation = AbortMatching()
+            operation = AbortMatching(model=model)
         elif body.rid is not None:
             check_request_id(body.rid, "rid", self._longest_id)
-            operation = AbortMatching(body.rid)
+            operation = AbortMatching(body.rid, model=model)
         elif body.rid_prefix is not None:
             check_request_id(body.rid_prefix, "rid_prefix", self._longest_id)
-            operation = AbortMatching(body.rid_prefix, prefix=True)
+            operation = AbortMatching(body.rid_prefix, prefix=True, model=model)
         else:
             raise invalid("rid", "or rid_prefix or abort_all is required")
         answer = await self._operate(operation, body, QUICK_S)
