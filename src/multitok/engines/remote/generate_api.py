@@ -7,6 +7,7 @@ SGLang's events carry all ids so far, or with ``--incremental-streaming-output``
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -174,11 +175,23 @@ def _grammar(grammar: Grammar) -> tuple[str, str]:
 
 
 class MultitokApi(GenerateApi):
-    """Another multitok."""
+    """Another multitok.
 
-    health_route = "/ready"
+    Parameters
+    ----------
+    info : PeerInfo
+        What it says about that model.
+    model : str
+        The name that it has there; others, if there are any, are no business of ours.
+    """
+
+    def __init__(self, info: PeerInfo, model: str) -> None:
+        super().__init__(info)
+        self._model = model
+        self.health_route = f"/ready?model={quote(model, safe='')}"
 
     def _add(self, body: dict[str, Any], work: Work) -> None:
+        body["model"] = self._model
         # SGLang's way of saying that prompts need no log probabilities is a default here.
         body.pop("logprob_start_len", None)
         # With an id of ours a hash would pick the rank there, in place of its policy.

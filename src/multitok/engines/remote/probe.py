@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from multitok.engines.base import EngineInfo
@@ -35,12 +33,16 @@ class NotReady(OSError):
     """It can't be said yet what the address is."""
 
 
+class _MultitokModel(msgspec.Struct):
+    model: str
+    engine: EngineInfo
+    ranks: list[int]
+
+
 class _Multitok(msgspec.Struct):
     """Of multitok's /server_info."""
 
-    engine: EngineInfo
-    model: str | None = None
-    processes: dict[str, Any] = {}
+    models: list[_MultitokModel]
 
 
 class _Sglang(msgspec.Struct):
@@ -125,17 +127,18 @@ def _of_server_info(body: bytes) -> PeerApi | None:
 
 
 def _multitok(answer: _Multitok) -> PeerApi:
-    engine = answer.engine
-    if engine.task != "generate":
-        raise WrongEngine("its model does not generate")
-    ranks = sum(name.startswith("scheduler") for name in answer.processes)
+    # As it chooses for a request that names none.
+    model = next((model for model in answer.models if model.engine.task == "generate"), None)
+    if model is None:
+        raise WrongEngine("it has no model that generates")
+    engine = model.engine
     info = PeerInfo(
         kind="multitok",
         version=f"{engine.name} {engine.version}",
-        model=_last_part(answer.model),
+        model=_last_part(model.model),
         vocab_size=engine.vocab_size,
         context_length=engine.context_length,
-        max_running=engine.max_running_requests * max(1, ranks),
+        max_running=engine.max_running_requests * max(1, len(model.ranks)),
         eos_token_ids=engine.eos_token_ids,
         sampling=engine.sampling,
         # Not by a name of its own in /generate; a schema says the same.
@@ -145,7 +148,7 @@ def _multitok(answer: _Multitok) -> PeerApi:
         top_logprobs=engine.top_logprobs,
         simulated=engine.simulated,
     )
-    return MultitokApi(info)
+    return MultitokApi(info, model.model)
 
 
 def _sglang(answer: _Sglang) -> PeerApi:
