@@ -10,10 +10,9 @@ system that isn't installed is skipped. Ratios are taken within a round, since m
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from harness.arguments import add_data_options, add_peer_options, environment_of
+from harness.arguments import add_data_options, add_peer_options, add_result_options, environment_of
 from harness.machine import describe_machine
 from harness.results import compare_tables, write_result
 from harness.server import NotReady
@@ -28,9 +27,7 @@ def main() -> int:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="default: %(default)s")
     parser.add_argument("--runs", default="A,B,C", help="workloads (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="alternations (default: %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer requests (default: %(default)s)")
-    parser.add_argument("--label", default="peers", help="name of the result (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the result")
+    add_result_options(parser, "peers")
     add_data_options(parser)
     add_peer_options(parser)
     options = parser.parse_args()

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.arguments import add_data_options, environment_of
+from harness.arguments import OWN_RESULTS, PUBLISHED_RESULTS, add_data_options, add_result_options, environment_of
 from harness.capacity import EXPLAINED_BY, amounts_of, fit, plan, predict
 from harness.machine import describe_machine
 from harness.results import write_result
@@ -23,8 +23,6 @@ from harness.workload_run import run_workloads
 
 from multitok.bench.terminal import table
 from multitok.bench.workloads import STANDARD, Workload
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def _load(name: str, clients: int, input_tokens: int, output_tokens: int, sessions: int) -> Workload:
@@ -56,7 +54,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     measuring = commands.add_parser("measure", help="measure the costs")
     measuring.add_argument("--workers", default="1,2", help="numbers of HTTP workers (default: %(default)s)")
-    measuring.add_argument("--scale", type=float, default=1.0, help="more or fewer requests (default: %(default)s)")
+    add_result_options(measuring, "multitok")
     add_data_options(measuring)
     measuring.set_defaults(run=measure)
     predicting = commands.add_parser("predict", help="how many processes a rate needs")
@@ -67,10 +65,15 @@ def main() -> int:
     predicting.add_argument(
         "--busy", type=float, default=0.7, help="share of a core per process (default: %(default)s)"
     )
+    predicting.add_argument("--label", default="multitok", help="name of the result (default: %(default)s)")
+    predicting.add_argument(
+        "--results",
+        type=Path,
+        default=OWN_RESULTS,
+        metavar="DIR",
+        help="folder of it; without one of yours: the published",
+    )
     predicting.set_defaults(run=show_plan)
-    for command in (measuring, predicting):
-        command.add_argument("--label", default="multitok", help="name of the result (default: %(default)s)")
-        command.add_argument("--out", type=Path, default=RESULTS, help="folder of results")
     options = parser.parse_args()
     options.run(options)
     return 0
@@ -166,9 +169,11 @@ def show_costs(result: dict[str, Any]) -> None:
 
 
 def show_plan(options: argparse.Namespace) -> None:
-    file = options.out / f"model-{options.label}.json"
-    if not file.is_file():
-        raise SystemExit(f"{file} isn't there; run `model.py measure` first")
+    name = f"model-{options.label}.json"
+    file = next((folder / name for folder in (options.results, PUBLISHED_RESULTS) if (folder / name).is_file()), None)
+    if file is None:
+        raise SystemExit(f"{options.results / name} isn't there; run `model.py measure` first")
+    print(f"costs: {file}")
     result = json.loads(file.read_text())
     found = plan(
         result["costs_s"],

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.arguments import PUBLISHED_RESULTS
 from harness.capacity import EXPLAINED_BY, plan
 from harness.results import by_workload, compare_tables, run_table, stage_rows
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-RESULTS = HERE / "results"
 MARK = re.compile(r"(<!-- results: (\S+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Rates that the model is asked for: output tokens/s, streams, prompt tokens, output tokens.
 ASKED = ((20_000, 400, 1000, 500), (100_000, 2000, 1000, 500), (100_000, 2000, 8000, 200), (200_000, 8000, 1000, 500))
@@ -142,7 +142,7 @@ TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
 def filled(mark: re.Match[str]) -> str:
     """Return a mark with its table."""
     begin, kind, label, end = mark.groups()
-    file = RESULTS / f"{kind}-{label}.json"
+    file = PUBLISHED_RESULTS / f"{kind}-{label}.json"
     text = TEXTS[kind](json.loads(file.read_text())) if file.is_file() else "Not measured yet."
     return f"{begin}{text}\n{end}"
 

@@ -15,11 +15,10 @@ import argparse
 import shlex
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
-from harness.arguments import add_data_options, add_peer_options, environment_of
+from harness.arguments import add_data_options, add_peer_options, add_result_options, environment_of
 from harness.machine import describe_machine
 from harness.results import by_workload, run_table, stage_rows, write_result
 from harness.systems import SYSTEMS, System
@@ -40,10 +39,8 @@ def main() -> int:
     parser.add_argument("--health", default="/health", help="route of --command that answers 200 when it is ready")
     parser.add_argument("--runs", default=",".join(STANDARD), help="workloads (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=3, help="how often each is run (default: %(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="more or fewer requests (default: %(default)s)")
     parser.add_argument("--starts", type=int, default=3, help="starts with warm caches, for the ready time")
-    parser.add_argument("--label", help="name of the result")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the result")
+    add_result_options(parser, None)
     add_data_options(parser)
     add_peer_options(parser)
     parser.add_argument("options", nargs="*", help="after --: more options of the server")
@@ -101,6 +98,7 @@ def measure_system(options: argparse.Namespace) -> dict[str, Any]:
             "command": system.command,
             "environment": system.environment,
             "step_ms": options.step_ms,
+            "scale": options.scale,
             "tokenizer": environment.data.tokenizer_hash,
             "ready_s": ready,
             "start_cpu_s": server.start_cpu_s,

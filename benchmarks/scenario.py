@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 from importlib import import_module
-from pathlib import Path
 
-from harness.arguments import add_data_options, environment_of
+from harness.arguments import add_data_options, add_result_options, environment_of
 from harness.machine import describe_machine
 from harness.results import write_result
 from scenarios.context import Context
@@ -30,9 +29,7 @@ NAMES = ("flat-cost", "memory", "streams", "latency", "health", "bodies")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=NAMES)
-    parser.add_argument("--scale", type=float, default=1.0, help="more or less of everything (default: %(default)s)")
-    parser.add_argument("--label", default="multitok", help="name of the result (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the result")
+    add_result_options(parser, "multitok")
     add_data_options(parser)
     parser.add_argument("options", nargs="*", help="after --: more options of multitok serve")
     options = parser.parse_args()

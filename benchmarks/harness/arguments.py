@@ -9,6 +9,9 @@ from pathlib import Path
 from harness.data import BenchData
 from harness.systems import Environment
 
+OWN_RESULTS = Path(__file__).parents[1] / "out"
+# What docs/benchmarks.md shows.
+PUBLISHED_RESULTS = Path(__file__).parents[1] / "results"
 _WORK = Path.home() / ".cache" / "multitok-bench"
 
 
@@ -22,6 +25,21 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--work", type=Path, default=_WORK, metavar="DIR", help="for data and logs (default: %(default)s)"
     )
+
+
+def add_result_options(parser: argparse.ArgumentParser, label: str | None) -> None:
+    """Add the options about how much is measured, and where the result goes."""
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="more or fewer requests; with few, what is paid once weighs more: for a try, not to compare (default: 1)",
+    )
+    group.add_argument(
+        "--label", default=label, help="name of the result" + (" (default: %(default)s)" if label else "")
+    )
+    group.add_argument("--out", type=Path, default=OWN_RESULTS, metavar="DIR", help="default: %(default)s")
 
 
 def add_peer_options(parser: argparse.ArgumentParser) -> None:

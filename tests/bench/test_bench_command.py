@@ -45,6 +45,13 @@ def test_closed_loop(tmp_path: Path, served: Any) -> None:
     assert {"launcher", "tokenizer_worker", "scheduler", "detokenizer"} <= roles
 
 
+def test_clients_without_work_are_remarked_on(tmp_path: Path, served: Any) -> None:
+    _, report = figures(tmp_path, served.url, "--concurrency", "1,4,8", "--requests", "4", "--output-tokens", "2")
+    assert report["facts"]["clients"].startswith("not all of 8 had something to do")
+    _, report = figures(tmp_path, served.url, "--concurrency", "4", "--requests", "4", "--output-tokens", "2")
+    assert "clients" not in report["facts"]
+
+
 def test_html_report_stands_alone(tmp_path: Path, served: Any) -> None:
     done = bench(tmp_path, "--url", served.url, "--concurrency", "1,2", "--requests", "4", "--html", "r.html")
     assert done.returncode == 0

@@ -7,8 +7,8 @@ from multitok.messages.base import FinishReason
 from multitok.messages.operations import EngineOperation
 from multitok.messages.sampling import EngineFields, SamplingParams
 
-# What a request may ask for; everything else is refused before it comes here.
-SAMPLING = ["max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs"]
+# What a request may ask for; everything else is refused before it comes here. A sure model heeds the last two.
+SAMPLING = ["max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos", "logprobs", "temperature", "seed"]
 
 
 class _Request:

@@ -237,7 +237,7 @@ class TestVLLM(EngineConformance):
         assert (info.name, info.task, info.simulated, info.top_logprobs) == ("vllm", "generate", False, 20)
         assert (info.context_length, info.vocab_size, info.eos_token_ids) == (2048, 49152, [0, EOS])
         assert {"logit_bias", "grammar"} <= set(info.sampling)
-        assert info.operations == ["flush_cache", "update_weights"]
+        assert info.operations == ["flush_cache", "update_weights_from_disk"]
         assert info.fields == []
 
     @pytest.mark.parametrize(
@@ -319,7 +319,9 @@ class TestWithEverythingSwitchedOn:
 
     def test_info_names_it(self, engine):
         assert engine.info.fields == ["adapter", "kv_transfer_params"]
-        assert {"load_adapter", "unload_adapter", "start_profile", "stop_profile"} < set(engine.info.operations)
+        assert {"load_lora_adapter", "unload_lora_adapter", "start_profile", "stop_profile"} < set(
+            engine.info.operations
+        )
         assert engine.info.max_running_requests == 8
 
     def test_adapters_come_are_replaced_and_go(self, engine, run, tmp_path):

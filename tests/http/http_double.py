@@ -50,7 +50,14 @@ INFO = EngineInfo(
     grammars=["json_object", "json_schema", "regex", "ebnf"],
     top_logprobs=5,
     fields=["adapter"],
-    operations=["flush_cache", "load_adapter", "unload_adapter", "update_weights", "start_profile", "stop_profile"],
+    operations=[
+        "flush_cache",
+        "load_lora_adapter",
+        "unload_lora_adapter",
+        "update_weights_from_disk",
+        "start_profile",
+        "stop_profile",
+    ],
 )
 
 

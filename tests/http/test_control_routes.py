@@ -101,6 +101,8 @@ def test_new_weights_can_take_the_place_of_what_runs_and_of_the_cache(
     [
         ("/pause_generation", {"mode": "retract"}, "mode"),
         ("/pause_generation", {"timeout": 0}, "timeout"),
+        ("/pause_generation", {"model": "double-model"}, "model"),
+        ("/continue_generation", {"model": "double-model"}, "model"),
         ("/abort_request", {}, "rid"),
         ("/abort_request", {"rid": "a", "rid_prefix": "b"}, "rid_prefix"),
         ("/abort_request", {"rid_prefix": ""}, "rid_prefix"),
@@ -125,9 +127,9 @@ def test_what_can_not_be_asked_for_is_named(
     ("path", "body", "word"),
     [
         ("/flush_cache", {}, "flush_cache"),
-        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, "load_adapter"),
-        ("/unload_lora_adapter", {"lora_name": "poet"}, "unload_adapter"),
-        ("/update_weights_from_disk", {"model_path": "/w"}, "update_weights"),
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"}, "load_lora_adapter"),
+        ("/unload_lora_adapter", {"lora_name": "poet"}, "unload_lora_adapter"),
+        ("/update_weights_from_disk", {"model_path": "/w"}, "update_weights_from_disk"),
         ("/start_profile", {}, "start_profile"),
         ("/stop_profile", {}, "stop_profile"),
     ],

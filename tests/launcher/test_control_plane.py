@@ -202,13 +202,26 @@ def test_what_one_rank_refuses_is_taken_back_everywhere(plane):
     assert [order.state.adapters for order in plane.orders(plane.ranks[0])] == [{"a": Adapter("/a")}, {}]
 
 
-def test_a_refusal_that_comes_late_is_taken_back_too(plane):
+def test_whoever_is_told_of_a_refusal_has_been_told_the_state_without_it(plane):
+    plane.ask(Pause("keep"))
+    plane.acknowledge(1, plane.worker, *plane.others, plane.ranks[0])
+    plane.acknowledge(1, plane.ranks[1], status=400, problem="it can't stand still")
+    undo, answer = plane.family.told(plane.worker)[-2:]
+    assert undo == Control(ControlState(epoch=2), 2)
+    assert answer.status == 400
+
+
+def test_a_refusal_that_comes_late_is_taken_back_too(plane, caplog):
     plane.ask(UpdateWeights("/w"), timeout=0.0)
     plane.timers.run_due()
     assert plane.answers()[0].status == 504
     plane.acknowledge(1, plane.worker, *plane.others, plane.ranks[0])
+    caplog.clear()
     plane.acknowledge(1, plane.ranks[1], status=400, problem="there is nothing")
     assert plane.plane.state == ControlState(epoch=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "operation 1 (update_weights_from_disk) is refused and taken back: scheduler:1: there is nothing"
+    ]
 
 
 def test_two_pauses_that_are_refused_at_once_leave_no_pause(plane):

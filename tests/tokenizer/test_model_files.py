@@ -201,6 +201,7 @@ def test_what_cannot_be_a_model(tmp_path, folder):
     for model, said in [
         ("nosuch", "--model nosuch: no such file or folder"),
         ("/no/such/folder", "--model /no/such/folder: no such file or folder"),
+        ("", "--model: the path is empty"),
         ("x" * 9000, "--model x+: File name too long"),
         (str(empty), r"no \.gguf file, no openvino_model\.xml and no config\.json"),
         (str(tmp_path / "model.bin"), r"only \.gguf files can be loaded as single files; give the model's folder"),

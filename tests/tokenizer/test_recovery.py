@@ -22,7 +22,7 @@ from multitok.messages.to_tokenizer import LiveListWanted, LiveReqOutput, RankDi
 from multitok.router.policies import RoundRobinPolicy
 from multitok.router.rank_dispatcher import RankDispatcher
 from multitok.tokenizer import recovery
-from multitok.tokenizer.recovery import ENGINE_DIED
+from multitok.tokenizer.recovery import ENGINE_DIED, NOT_RESUMED
 from multitok.tokenizer.requests import RequestError
 from multitok.tokenizer.worker import TokenizerWorker
 from parts import byte_tokenizer, pack
@@ -139,7 +139,7 @@ def test_what_is_lost_after_a_pause_has_settled_does_not_go_on(in_loop):
         owner.manager.control.settled = True
         owner.deliver(RankDied(rank=0, life=1))
         await until(lambda: streaming.errors)
-        assert streaming.errors == [(503, ENGINE_DIED)]
+        assert streaming.errors == [(503, NOT_RESUMED)]
         # What had not begun has nothing to go on with.
         assert not waiting.errors
         assert len(owner.manager.results) == 1
@@ -389,7 +389,7 @@ def test_a_generation_that_would_not_be_the_same_gets_an_error(in_loop, params):
         _, _, sink = await stream(owner, "ab", sampling_params=params)
         owner.deliver(RankDied(rank=0, life=1))
         await until(lambda: sink.errors)
-        assert sink.errors == [(503, ENGINE_DIED)]
+        assert sink.errors == [(503, NOT_RESUMED)]
 
     in_loop(test, resume=True, info=engine_info(resumable=["min_new_tokens"]))
 

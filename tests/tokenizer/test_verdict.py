@@ -54,7 +54,7 @@ def test_word_piece_is_served_by_the_reference_and_the_log_says_so(tmp_path, cap
     with caplog.at_level(logging.INFO):
         backend = choose_backend(files, LazyTokenizer(files), tmp_path)
     assert isinstance(backend, ReferenceBackend)
-    assert "the reference tokenizer is used, not the faster fastokens: fastokens can't load" in caplog.text
+    assert "the reference is used, not the faster fastokens: fastokens can't load" in caplog.text
     assert backend.inline_characters < FastBackend.inline_characters
 
 

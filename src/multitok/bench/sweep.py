@@ -52,7 +52,18 @@ def run_sweep(options: argparse.Namespace) -> Report:
         options.rate or options.concurrency or ([workload.clients] if options.workload else [1, 8, 64])
     )
     started = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    points = [_step(options, target, settings, sessions, level, index, pid) for index, level in enumerate(levels)]
+    counts = [_count(options, level) for level in levels]
+    sys.stderr.write(
+        f"sessions per step: {', '.join(f'{count:,}' for count in counts)} (--requests N: fewer or more)\n"
+    )
+    if not options.rate and (
+        idle := [f"{level:g}" for level, count in zip(levels, counts, strict=True) if count < level]
+    ):
+        facts["clients"] = f"not all of {', '.join(idle)} had something to do: there were fewer sessions than clients"
+    points = [
+        _step(options, target, settings, sessions, level, count, index, pid)
+        for index, (level, count) in enumerate(zip(levels, counts, strict=True))
+    ]
     if any(point.summary.tokens_counted_by == "events" for point in points):
         facts["tokens"] = "counted by events: the server gives no usage"
     busiest = max(point.summary.own_cpu_s / point.summary.wall_s for point in points)
@@ -104,23 +115,31 @@ def _sessions(
     return list(made), f"{words}, {kind}"
 
 
+def _count(options: argparse.Namespace, level: float) -> int:
+    """Return how many sessions a step of the sweep has."""
+    if options.requests:
+        return int(options.requests)
+    return (
+        max(1, round(level * _OPEN_LOOP_S)) if options.rate else max(_REQUESTS_LEAST, _REQUESTS_PER_CLIENT * int(level))
+    )
+
+
 def _step(
     options: argparse.Namespace,
     target: Target,
     settings: Settings,
     sessions: list[Session],
     level: float,
+    count: int,
     index: int,
     pid: int | None,
 ) -> Point:
     seed = options.seed * 1000 + index
     if options.rate:
-        count = options.requests or max(1, round(level * _OPEN_LOOP_S))
         load = Load(sessions=count, rate=level, timeout=options.timeout, seed=seed)
         label = f"{level:g} requests/s"
     else:
         clients = int(level)
-        count = options.requests or max(_REQUESTS_LEAST, _REQUESTS_PER_CLIENT * clients)
         load = Load(sessions=count, clients=clients, timeout=options.timeout, seed=seed)
         label = f"{clients} client{'s' if clients > 1 else ''}"
     warmup = max(1, count // 10) if options.warmup is None else options.warmup

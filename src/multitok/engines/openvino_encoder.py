@@ -102,7 +102,7 @@ class OpenVINOEncoder:
         )
         logger.info(
             "loaded %s (%s) on %s in %.1f s: %s pooling, vectors of %d, at most %d ids",
-            folder.name,
+            folder,
             layout.model_format,
             device,
             time.monotonic() - started,

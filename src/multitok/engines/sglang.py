@@ -222,11 +222,11 @@ class SGLangEngine:
         if grammars:
             sampling.append("grammar")
         fields = ["bootstrap_host", "bootstrap_port", "bootstrap_room"]
-        operations = ["flush_cache", "start_profile", "stop_profile", "update_weights"]
+        operations = ["flush_cache", "start_profile", "stop_profile", "update_weights_from_disk"]
         if get_lora().enable_lora:
             fields.append("adapter")
             if get_parallel().dp_size == 1:
-                operations += ["load_adapter", "unload_adapter"]
+                operations += ["load_lora_adapter", "unload_lora_adapter"]
         return EngineInfo(
             name="sglang",
             version=version,

@@ -55,7 +55,14 @@ SAMPLING = [
 FIELDS = ["adapter", "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"]
 
 # All of them, as far as they can be without a model.
-OPERATIONS = ["flush_cache", "load_adapter", "unload_adapter", "update_weights", "start_profile", "stop_profile"]
+OPERATIONS = [
+    "flush_cache",
+    "load_lora_adapter",
+    "unload_lora_adapter",
+    "update_weights_from_disk",
+    "start_profile",
+    "stop_profile",
+]
 
 
 def simulated_logprob(token_id: int, position: int) -> float:

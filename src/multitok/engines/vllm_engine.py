@@ -300,11 +300,11 @@ def _info(config: Any, settings: EngineSettings, version: str, *, grammars: bool
     left_out = NOT_SPECULATIVE if config.speculative_config is not None else set()
     if not grammars:
         left_out = {*left_out, "grammar"}
-    operations = ["flush_cache", "update_weights"]
+    operations = ["flush_cache", "update_weights_from_disk"]
     fields = []
     if config.lora_config is not None:
         fields.append("adapter")
-        operations += ["load_adapter", "unload_adapter"]
+        operations += ["load_lora_adapter", "unload_lora_adapter"]
     if config.kv_transfer_config is not None:
         fields.append("kv_transfer_params")
     if config.profiler_config.profiler is not None:

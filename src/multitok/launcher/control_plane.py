@@ -205,21 +205,19 @@ class ControlPlane:
         del self._open[current.asked_as]
         if self._has_a_second_half(current):
             return self._begin_second_half(current)
-        refused = [(status, f"{name}: {problem}") for name, status, problem in current.refusals]
-        if current.caller is None:
-            for _, words in refused:
-                _log.warning("operation %d (%s), which nobody waits for any more: %s", current.id, current.name, words)
-        if any(status != _OVERTAKEN for status, _ in refused):
+        refusals = current.refusals
+        why = "; ".join(f"{name}: {problem}" for name, _, problem in refusals)
+        if any(status != _OVERTAKEN for _, status, _ in refusals):
             state = self._journal.take_back(current.id, self.state)
-            if state is not self.state:
-                _log.warning("operation %d (%s) is taken back", current.id, current.name)
+            is_undone = state is not self.state
+            _log.warning(
+                "operation %d (%s) is refused%s: %s", current.id, current.name, " and taken back" * is_undone, why
+            )
+            if is_undone:
                 self._begin(None, state)
         else:
             self._journal.settle(current.id)
-        if refused:
-            self._answer(current, max(status for status, _ in refused), "; ".join(words for _, words in refused))
-        else:
-            self._answer(current, 200, "")
+        self._answer(current, max((status for _, status, _ in refusals), default=200), why)
 
     def _has_a_second_half(self, current: _Open) -> bool:
         return (
@@ -242,7 +240,9 @@ class ControlPlane:
         """Tell the caller who has not answered; the operation stays, and whoever is late does it when it can."""
         if current.asked_as in self._open and current.caller is not None:
             late = ", ".join(sorted(current.awaited.values()))
-            self._answer(current, 504, f"operation {current.id} ({current.name}) was not done in time by {late}")
+            message = f"operation {current.id} ({current.name}) was not done in time by {late}"
+            _log.warning("%s", message)
+            self._answer(current, 504, message)
 
     def _answer(self, current: _Open, status: int, message: str) -> None:
         caller, current.caller = current.caller, None
@@ -252,8 +252,6 @@ class ControlPlane:
         answer.done, answer.died = sorted({*current.done}.difference(current.died)), sorted(current.died)
         answer.late = sorted(current.awaited.values())
         answer.count = current.count
-        if status != 200:
-            _log.warning("operation %d (%s): %d, %s", current.id, current.name, status, message)
         caller.send(answer)
 
     @staticmethod

@@ -14,7 +14,7 @@ class FlushCache(msgspec.Struct, tag="flush_cache", frozen=True):
     model: int = 0
 
 
-class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+class LoadAdapter(msgspec.Struct, tag="load_lora_adapter", frozen=True):
     """Make a LoRA adapter available.
 
     Attributes
@@ -30,14 +30,14 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     model: int = 0
 
 
-class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+class UnloadAdapter(msgspec.Struct, tag="unload_lora_adapter", frozen=True):
     """Forget a LoRA adapter."""
 
     name: str
     model: int = 0
 
 
-class UpdateWeights(msgspec.Struct, tag="update_weights", frozen=True):
+class UpdateWeights(msgspec.Struct, tag="update_weights_from_disk", frozen=True):
     """Load other weights of the same model.
 
     Attributes

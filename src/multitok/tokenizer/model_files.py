@@ -219,6 +219,9 @@ def _folder(tokenizer: str) -> Path:
 
 
 def _locate(name: str, option: str, patterns: list[str] | None = None) -> Path:
+    if not name:
+        # Path would make the current folder of it.
+        raise ModelError(f"{option}: the path is empty")
     path = Path(name).expanduser()
     try:
         exists = path.exists()

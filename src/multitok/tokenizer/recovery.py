@@ -33,6 +33,9 @@ _LONGEST_SILENCE = 8
 _RETRY_S = 0.05
 _LONGEST_RETRY_S = 1.0
 ENGINE_DIED = "the engine has died and is being restarted; try again later"
+NOT_RESUMED = (
+    "the engine has died, and this request can't go on with exactly the same output (see 'resumable' in /server_info)"
+)
 
 
 def _times_of(request: SubRequest) -> tuple[float, float]:
@@ -381,6 +384,8 @@ class Recovery:
         resume, is_up = self._resume[model], bool(self._ranks_up[model])
         if request.output_ids:
             again = resume is not None and self._may_resume(resume, request.message)
+            if resume is not None and not again:
+                error = RequestError(error.status, NOT_RESUMED)
         else:
             again = resume is not None or is_up
         if not again:

@@ -72,7 +72,7 @@ def choose_backend(files: ModelFiles, reference: LazyTokenizer, cache_dir: Path 
             verdict = msgspec.structs.replace(verdict, fast=False, reason=str(error))
         else:
             return FastBackend(tokenizer, lambda: ReferenceBackend(reference.get()), verdict.bound)
-    logger.info("the reference tokenizer is used, not the faster fastokens: %s", verdict.reason)
+    logger.info("%s: the reference is used, not the faster fastokens: %s", files.tokenizer_file, verdict.reason)
     return ReferenceBackend(reference.get(), verdict.bound)
 
 

@@ -78,7 +78,7 @@ def test_what_it_says_of_itself(sglang):
     assert info.version.startswith("0.5.23")
     assert "seed" not in info.sampling
     assert info.fields == ["bootstrap_host", "bootstrap_port", "bootstrap_room", "adapter"]
-    assert "load_adapter" in info.operations
+    assert "load_lora_adapter" in info.operations
 
 
 def test_end_of_sequence_ends_a_request_unless_ignored(driver):

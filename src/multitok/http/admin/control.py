@@ -65,15 +65,19 @@ class ForModel(Timed, kw_only=True):
 
 
 class PauseRequest(Timed, kw_only=True):
-    """Body of ``/pause_generation``; SGLang's ``in_place`` is ``keep``."""
+    """Body of ``/pause_generation``, for all models together; SGLang's ``in_place`` is ``keep``."""
 
     mode: Literal["wait", "abort", "keep", "in_place"] = "abort"
+
+    model: Unsupported = None
 
 
 class ContinueRequest(Timed, kw_only=True):
     """Body of ``/continue_generation``."""
 
     torch_empty_cache: bool | None = None
+
+    model: Unsupported = None
 
 
 class FlushCacheRequest(ForModel, kw_only=True):
