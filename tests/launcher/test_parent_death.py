@@ -12,14 +12,15 @@ from multitok.launcher.parent_death import kill_itself_when_parent_died
 from parts import ends_within, wait_until
 
 CHILD = """
-import os, signal, sys
+import os, signal, sys, time
 from multitok.launcher.parent_death import kill_itself_when_parent_died
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGCONT, lambda *_: os._exit(0))
 kill_itself_when_parent_died(os.getppid(), signal.Signals(int(sys.argv[1])))
 print(os.getpid(), flush=True)
 while True:
-    signal.pause()
+    # Not signal.pause: the handler of a signal that comes just before it would not run.
+    time.sleep(0.05)
 """
 PARENT = """
 import signal, subprocess, sys

@@ -202,7 +202,7 @@ def test_what_cannot_be_a_model(tmp_path, folder):
         ("nosuch", "--model nosuch: no such file or folder"),
         ("/no/such/folder", "--model /no/such/folder: no such file or folder"),
         ("", "--model: the path is empty"),
-        ("x" * 9000, "--model x+: File name too long"),
+        ("x" * 9000, "--model x{200}: no such file or folder"),
         (str(empty), r"no \.gguf file, no openvino_model\.xml and no config\.json"),
         (str(tmp_path / "model.bin"), r"only \.gguf files can be loaded as single files; give the model's folder"),
         (str(tmp_path / "bad.gguf"), "is no GGUF file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -58,20 +59,12 @@ def in_options(problem: str) -> str:
 def _name_and_path(model: str) -> tuple[str | None, str | None]:
     """Take ``NAME=PATH`` apart; a path with ``=`` in it that exists is a path. No path: the default model."""
     name, separator, path = model.partition("=")
-    if not separator or _exists(model):
+    if not separator or os.path.exists(Path(model).expanduser()):
         return None, model
     if not name:
         raise OptionError(f"--model {model}: there is no name before the =")
     _check_name("--model", name)
     return name, path or None
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except OSError:
-        # A name that is too long for a path, most of all.
-        return False
 
 
 def _check_name(option: str, name: str) -> None:

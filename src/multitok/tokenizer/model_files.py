@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -223,15 +224,12 @@ def _locate(name: str, option: str, patterns: list[str] | None = None) -> Path:
         # Path would make the current folder of it.
         raise ModelError(f"{option}: the path is empty")
     path = Path(name).expanduser()
-    try:
-        exists = path.exists()
-    except OSError as error:
-        raise ModelError(f"{option} {name[:200]}: {error.strerror}") from None
-    if exists:
+    # Path.exists raises for a name that is too long, before Python 3.12.
+    if os.path.exists(path):
         # Not resolved: in the hub's cache a link's target has lost its name.
         return path.absolute()
     if not _HUB_ID.fullmatch(name):
-        raise ModelError(f"{option} {name}: no such file or folder")
+        raise ModelError(f"{option} {name[:200]}: no such file or folder")
     return _download(name, option, patterns or _HUB_FILES)
 
 
