@@ -460,3 +460,16 @@ def test_http_1_0_keeps_nothing_open(server: RunningServer, route: Any) -> None:
             )
             assert connection.read().status == 200
             assert connection.at_end()
+
+
+@pytest.mark.parametrize(("path", "status"), [("/server_info", 405), ("/nothing", 404), ("/freeze_gc", 200)])
+@pytest.mark.parametrize(("version", "headers"), [("1.1", "Connection: close\r\n"), ("1.0", "")])
+def test_the_last_answer_arrives_though_nobody_wanted_the_body(
+    server: RunningServer, path: str, status: int, version: str, headers: str
+) -> None:
+    body = b'{"x": "' + b"a" * (5 << 20) + b'"}'
+    for _ in range(5):
+        with server.connect() as connection:
+            connection.post(path, body, headers, version)
+            assert connection.read().status == status
+            assert connection.file.read() == b""

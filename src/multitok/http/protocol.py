@@ -44,6 +44,25 @@ _UNANSWERED: Any = SimpleNamespace(response_complete=False)
 _CLOSING_STATUS = (413, 431)
 
 
+class _AsgiTransport:
+    """The transport of an ASGI cycle, which closes it after a last answer: what the client still sends is read first.
+
+    Parameters
+    ----------
+    protocol : DirectHttpProtocol
+        Of the connection.
+    """
+
+    def __init__(self, protocol: DirectHttpProtocol) -> None:
+        self._protocol = protocol
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+
+    def close(self) -> None:
+        """Close once what was written has gone out."""
+        self._protocol.close_after_asgi()
+
+
 class DirectHttpProtocol(ParsingProtocol):
     """A connection whose hot routes write straight to the transport."""
 
@@ -170,6 +189,10 @@ class DirectHttpProtocol(ParsingProtocol):
             self.transport.write_eof()
         self._read_deadline.set(LINGER_SECONDS)
 
+    def close_after_asgi(self) -> None:
+        """Close after the answer of an ASGI cycle that runs, whether it has looked at the whole body or not."""
+        self.close_after_answer(unread=self._active is not None and self._active.more_body)
+
     def _close(self) -> None:
         """Close, without waiting for ever for a client that does not read."""
         if not self.transport.is_closing():
@@ -273,6 +296,8 @@ class DirectHttpProtocol(ParsingProtocol):
             # A path that can't be: the head is what is broken, and there is no cycle for it.
             self.cycle, self._in_head = previous, True
             raise
+        transport: Any = _AsgiTransport(self)
+        self.cycle.transport = transport
 
     def _has_header(self, name: bytes) -> bool:
         return any(key == name for key, _ in self.headers)
