@@ -133,16 +133,17 @@ class DoubleTemplate:
 
 
 class DoubleControl:
-    """Keeps what it is asked for; `refusal` is its answer to all."""
+    """Keeps what it is asked for; `refusal` is its answer to all, or to those of type `refused`."""
 
     def __init__(self) -> None:
         self.state = ControlState(epoch=7, adapters={"poet": Adapter("/adapters/poet")})
         self.asked: list[tuple[ControlOperation, float]] = []
         self.refusal: RequestError | None = None
+        self.refused: type[Any] = object
 
     async def operate(self, operation: ControlOperation, timeout: float) -> ControlReqOutput:
         self.asked.append((operation, timeout))
-        if self.refusal is not None:
+        if self.refusal is not None and isinstance(operation, self.refused):
             raise self.refusal
         return ControlReqOutput(1, id=len(self.asked), epoch=7, done=["launcher", "scheduler:0"], count=3)
 

@@ -96,6 +96,17 @@ def test_new_weights_can_take_the_place_of_what_runs_and_of_the_cache(
     assert asked == [AbortMatching(model=0), UpdateWeights("/w", "v2"), FlushCache()]
 
 
+def test_an_answer_says_that_the_weights_are_new_though_the_cache_is_not(
+    server: RunningServer, connection: Connection
+) -> None:
+    server.manager.control.refusal = RequestError(503, "requests use cached blocks")
+    server.manager.control.refused = FlushCache
+    answer = post(connection, "/update_weights_from_disk", {"model_path": "/w"})
+    assert answer.status == 503
+    message = "the weights are updated, but the cache is not flushed: requests use cached blocks"
+    assert answer.json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

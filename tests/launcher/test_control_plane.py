@@ -36,7 +36,7 @@ class Plane:
         self.family = family
         self.timers = Timers()
         self.board = board
-        self.plane = ControlPlane(family.children, self.timers, board, "info", resumes)
+        self.plane = ControlPlane(family.children, self.timers, board, "info", resumes, [0, 0])
         self.worker = family.add("tokenizer_worker", 1)
         self.ranks = [family.add("scheduler", index) for index in range(2)]
         self.others = [family.add("detokenizer"), family.add("router")]
@@ -222,6 +222,36 @@ def test_a_refusal_that_comes_late_is_taken_back_too(plane, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "operation 1 (update_weights_from_disk) is refused and taken back: scheduler:1: there is nothing"
     ]
+
+
+@pytest.mark.parametrize("operation", [UpdateWeights("/none"), LoadAdapter("a", "/none")])
+def test_what_no_engine_of_the_model_can_try_is_not_kept(plane, operation):
+    for rank in plane.ranks:
+        plane.die(rank)
+    plane.family.add("scheduler", 0, ready=False)
+    plane.ask(operation)
+    (answer,) = plane.answers()
+    assert (answer.status, answer.message) == (503, "no scheduler of the model is up; try again later")
+    assert plane.plane.state == ControlState()
+
+
+@pytest.mark.parametrize("operation", [UpdateWeights("/none"), LoadAdapter("a", "/none")])
+def test_what_ranks_died_of_before_they_answered_is_taken_back(plane, operation):
+    plane.ask(operation)
+    plane.acknowledge(1, plane.worker, *plane.others)
+    for rank in plane.ranks:
+        plane.die(rank)
+    (answer,) = plane.answers()
+    assert (answer.status, answer.died) == (503, ["scheduler:0", "scheduler:1"])
+    assert plane.plane.state == ControlState(epoch=2)
+
+
+def test_what_one_rank_has_done_stays_when_the_others_die(plane):
+    plane.ask(UpdateWeights("/w", "v2"))
+    plane.acknowledge(1, plane.worker, *plane.others, plane.ranks[0])
+    plane.die(plane.ranks[1])
+    assert plane.answers()[0].status == 200
+    assert plane.plane.state.weights == {0: Weights("/w", "v2")}
 
 
 def test_two_pauses_that_are_refused_at_once_leave_no_pause(plane):

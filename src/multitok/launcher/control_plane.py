@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
 from multitok.ipc import controlled
-from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.child_process import ChildProcess, part_name
 from multitok.launcher.children import SCHEDULER, WORKER, Children
 from multitok.launcher.load_board import LoadBoard
 from multitok.launcher.timers import Timers
@@ -19,6 +20,7 @@ from multitok.messages.control import (
     Pause,
     Settle,
     is_for_ranks_only,
+    model_to_try_at,
     state_after,
 )
 from multitok.messages.operations import name_of
@@ -101,6 +103,8 @@ class ControlPlane:
         As the server was started with.
     resumes : bool
         Whether requests may go on after a scheduler's death: a pause has to wait for them, too.
+    model_of_rank : sequence of int
+        Which model each rank serves.
 
     Attributes
     ----------
@@ -109,12 +113,19 @@ class ControlPlane:
     """
 
     def __init__(
-        self, children: Children, timers: Timers, board: LoadBoard, log_level: LogLevel, resumes: bool
+        self,
+        children: Children,
+        timers: Timers,
+        board: LoadBoard,
+        log_level: LogLevel,
+        resumes: bool,
+        model_of_rank: Sequence[int],
     ) -> None:
         self._children = children
         self._timers = timers
         self._board = board
         self._resumes = resumes
+        self._model_of_rank = model_of_rank
         self.state = ControlState(log_level=log_level)
         self._journal = ControlJournal(self.state)
         self._ids = 0
@@ -139,8 +150,12 @@ class ControlPlane:
             return self._refuse(caller, request, 503, "too many operations are under way; try again later")
         if state is not self.state and len(msgspec.msgpack.encode(state)) > _MOST_STATE_BYTES:
             return self._refuse(caller, request, 400, "there is no room for so many adapters")
-        if is_for_ranks_only(operation) and not any(child.ready for child in self._children.of(SCHEDULER)):
+        ready = [child for child in self._children.of(SCHEDULER) if child.ready]
+        if is_for_ranks_only(operation) and not ready:
             return self._refuse(caller, request, 503, "no scheduler is up; try again later")
+        model = model_to_try_at(operation)
+        if model is not None and not any(self._model_of_rank[child.index] == model for child in ready):
+            return self._refuse(caller, request, 503, "no scheduler of the model is up; try again later")
         current = self._begin(operation, state)
         current.caller, current.number = caller, request.number
         _log.info("operation %d: %s by %s, epoch %d", current.id, current.name, caller.name, state.epoch)
@@ -206,6 +221,8 @@ class ControlPlane:
         if self._has_a_second_half(current):
             return self._begin_second_half(current)
         refusals = current.refusals
+        if not refusals and (untried := self._died_before_trying(current)):
+            refusals += [(name, 503, "died before it had done it; try again later") for name in untried]
         why = "; ".join(f"{name}: {problem}" for name, _, problem in refusals)
         if any(status != _OVERTAKEN for _, status, _ in refusals):
             state = self._journal.take_back(current.id, self.state)
@@ -218,6 +235,17 @@ class ControlPlane:
         else:
             self._journal.settle(current.id)
         self._answer(current, max((status for _, status, _ in refusals), default=200), why)
+
+    def _died_before_trying(self, current: _Open) -> list[str]:
+        """Return the ranks that died if none is left that knows whether the model's engine takes what is new.
+
+        Kept all the same, it could be something with which no next life can begin.
+        """
+        model = None if current.operation is None else model_to_try_at(current.operation)
+        if model is None:
+            return []
+        ranks = {part_name(SCHEDULER, rank) for rank, its in enumerate(self._model_of_rank) if its == model}
+        return [] if ranks.intersection(current.done) else sorted(ranks.intersection(current.died))
 
     def _has_a_second_half(self, current: _Open) -> bool:
         return (

@@ -143,7 +143,9 @@ class Launcher:
         self._announcer = Announcer(self._children, runtime_dir.path)
         self._hang_watch = HangWatch(self._board, self._args.start_timeout, self._started_at)
         resumes = any(model.args.resume_generation for model in self._models)
-        self._control = ControlPlane(self._children, self._timers, self._board, self._args.log_level, resumes)
+        self._control = ControlPlane(
+            self._children, self._timers, self._board, self._args.log_level, resumes, ports.model_of_rank
+        )
         self._board.set_life(LAUNCHER, 0, 1, pid=os.getpid())
         self._timers.call_later(CHECK_S, self._check)
         self._workers = HttpWorkers(

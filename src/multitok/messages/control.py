@@ -184,3 +184,8 @@ class ControlJournal:
 def is_for_ranks_only(operation: ControlOperation) -> bool:
     """Whether an operation concerns the schedulers and nobody else, and changes no state."""
     return isinstance(operation, AbortMatching | FlushCache | StartProfile | StopProfile)
+
+
+def model_to_try_at(operation: ControlOperation) -> int | None:
+    """Return the model whose engine has to show that it takes what is new, before new lives begin with it; or None."""
+    return operation.model if isinstance(operation, LoadAdapter | UpdateWeights) else None

@@ -300,7 +300,11 @@ class ControlRoutes:
             await self._operate(AbortMatching(model=model), body, QUICK_S)
         answer = await self._operate(operation, body, LONG_S)
         if body.flush_cache is not False and _has(self._manager.models[model], FlushCache):
-            await self._operate(FlushCache(model), body, QUICK_S)
+            try:
+                await self._operate(FlushCache(model), body, QUICK_S)
+            except RequestError as error:
+                message = f"the weights are updated, but the cache is not flushed: {error.message}"
+                raise RequestError(error.status, message) from None
         return _done("The weights are updated.", answer, num_paused_requests=0)
 
     async def start_profile(self, request: Request) -> Response:
