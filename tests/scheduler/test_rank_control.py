@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,14 @@ def test_what_the_engine_refuses_is_said_and_nothing_else_is_disturbed(start, tm
     assert rank.operate(FreezeGc(), broken).status == 200
     assert rank.operate(None, ControlState(epoch=9)).status == 200
     assert rank.wait_for_end(1) == FinishReason("length")
+
+
+@pytest.mark.parametrize("kind", [UpdateWeights, partial(LoadAdapter, "poet")])
+def test_a_path_that_no_file_can_have_is_a_refusal_and_no_failure(start, kind):
+    # Fewer characters than a path may have, but more bytes than a name may.
+    load = kind("/" + "é" * 200)
+    ack = start().operate(load, state_after(ControlState(), load, 1))
+    assert (ack.status, ack.problem.split(":")[0]) == (400, "File name too long")
 
 
 def test_operations_that_an_engine_lacks_are_refused_by_name(start):

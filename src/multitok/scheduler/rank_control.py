@@ -222,5 +222,8 @@ class RankControl:
         except EngineRefusal:
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                # What is at a path that the operator has named, or that no path can be so long.
+                raise EngineRefusal(400, f"{error.strerror}: {error.filename}") from error
             _log.exception("the engine failed at %s", name_of(operation))
             raise EngineRefusal(500, f"the engine failed: {error}") from error
