@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -113,6 +114,15 @@ def test_second_signal_ends_at_once() -> None:
         with pytest.raises((openai.APIError, httpx.HTTPError)):
             for _ in stream:
                 pass
+
+
+def test_part_that_is_stopped_holds_the_end_up_no_longer_than_it_takes_to_notice() -> None:
+    with Server(*_SLOW, *workers(2)) as server:
+        pids = [pid for name, pid in server.titles().items() if "worker" not in name]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        server.terminate()
+        assert server.wait(DEATH_S) == 0
 
 
 def test_ready_says_no_while_draining_and_health_says_yes() -> None:

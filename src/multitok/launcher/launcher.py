@@ -15,7 +15,7 @@ from multitok import __version__
 from multitok.config import ServerArgs
 from multitok.engines.base import EngineInfo
 from multitok.http.files import check_files
-from multitok.launcher.child_process import ChildProcess
+from multitok.launcher.child_process import STOPPED, ChildProcess
 from multitok.launcher.children import DETOKENIZER, FORK_SERVER, ROUTER, SCHEDULER, WORKER, Announcer, Children
 from multitok.launcher.control_plane import LAUNCHER, ControlPlane
 from multitok.launcher.hang_watch import CHECK_S, HangWatch
@@ -278,8 +278,9 @@ class Launcher:
         """Once a second: kill what hangs, and look after what could not be done at once."""
         self._timers.call_later(CHECK_S, self._check)
         children = self._children.all()
-        if self._phase is not _Phase.STOPPING:
-            for child, how in self._hang_watch.find_hung(children, time.monotonic()):
+        for child, how in self._hang_watch.find_hung(children, time.monotonic()):
+            # One that ends may be silent; one that is stopped will not end.
+            if self._phase is not _Phase.STOPPING or how == STOPPED:
                 _log.warning("%s (pid %d) %s; killed", child.name, child.pid, how)
                 child.hung = how
                 child.kill()
