@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import select
+import threading
 from pathlib import Path
 
 import msgspec
@@ -304,6 +305,24 @@ def test_an_engine_that_comes_later_is_used_if_it_fits(start, caplog):
             first.answers[GENERATE] = (503, "full")
             assert outputs_of(engine)[0] == [10, 11, 12]
             assert len(second.bodies(GENERATE)) == 1
+
+
+def test_an_engine_that_ends_while_nothing_runs_is_looked_at_anew(start, caplog):
+    ended = threading.Event()
+
+    def answer_and_end(handler):
+        handler.send_response(200)
+        handler.send_header("content-length", "0")
+        handler.end_headers()
+        ended.wait(STOP_S)
+        handler.close_connection = True
+
+    # Nobody asks for its health for a minute.
+    with RecordedPeer(sglang()) as first:
+        first.answers["GET /health"] = answer_and_end
+        start(first, health_period=60)
+    ended.set()
+    eventually(lambda: f"{first.base_url} is down: " in caplog.text, STOP_S, "it is known to be down")
 
 
 def test_engines_of_different_models_are_refused(peers, start):

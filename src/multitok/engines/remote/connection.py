@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
@@ -27,6 +28,10 @@ _KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
+
+
+def _nobody() -> None:
+    """Stand in for whoever wants to know."""
 
 
 class Receiver(Protocol):
@@ -174,6 +179,11 @@ class ConnectionPool:
         Sent with every request.
     timeout : float
         Seconds that a new one may take.
+
+    Attributes
+    ----------
+    on_idle_closed : callable
+        Called when the server has closed one that was kept alive: it may have ended.
     """
 
     def __init__(self, address: Address, api_key: str | None, timeout: float) -> None:
@@ -184,6 +194,7 @@ class ConnectionPool:
         key = "" if api_key is None else f"authorization: Bearer {api_key}\r\n"
         self._lines = f"host: {address.host_header}\r\nuser-agent: multitok\r\naccept: */*\r\n{key}"
         self._closed = False
+        self.on_idle_closed: Callable[[], None] = _nobody
 
     def take_idle(self) -> Connection | None:
         """Return a connection that is kept alive, the one used last."""
@@ -224,6 +235,7 @@ class ConnectionPool:
         # Those that are closed by the server are the ones that were used longest ago.
         if connection in self._idle:
             self._idle.remove(connection)
+            self.on_idle_closed()
 
     def close_old(self) -> None:
         """Close what has not been used for long."""

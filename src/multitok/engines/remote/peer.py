@@ -68,6 +68,8 @@ class Peer:
         self._on_down = on_down
         self._failures = 0
         self._look_now = asyncio.Event()
+        self._last_look = -_RECHECK_S
+        self.pool.on_idle_closed = self._look_soon
         self._aborts: set[asyncio.Task[None]] = set()
 
     @property
@@ -116,6 +118,7 @@ class Peer:
             except TimeoutError:
                 pass
             self._look_now.clear()
+            self._last_look = asyncio.get_running_loop().time()
             self.pool.close_old()
             try:
                 await (self._check() if self.up else self._look_again())
@@ -160,6 +163,14 @@ class Peer:
         else:
             assert self.api is not None
             _log.warning("%s is up: %s %s", self.url, self.api.info.kind, self.api.info.version)
+
+    def _look_soon(self) -> None:
+        """Look whether anybody listens there still: what begins to listen after that may be another engine.
+
+        Some servers close each connection soon, so it must not be at once every time.
+        """
+        loop = asyncio.get_running_loop()
+        loop.call_at(max(loop.time(), self._last_look + _RECHECK_S), self._look_now.set)
 
     def report_failure(self, reason: str) -> None:
         """Note that a request came to nothing: it is looked at now, and others come first."""
