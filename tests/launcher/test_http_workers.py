@@ -163,6 +163,26 @@ def test_replacements_wait_for_a_place_on_the_board(make_pool):
     assert pool.orders() == []
 
 
+def test_a_worker_that_was_retired_while_it_waited_keeps_no_place_from_the_next(make_pool):
+    pool = make_pool(2)
+    workers = pool.make()
+    while len(workers) < worker_slots(2):
+        pool.changes.ask(signal.SIGHUP)
+        while new := pool.make():
+            workers += new
+    # Number 2 dies, its place goes to number 3, and it waits for the next one.
+    pool.changes.ask(signal.SIGTTIN)
+    pool.bury(workers[-1])
+    pool.workers.make(2)
+    assert names(pool.make()) == [(3, 1)]
+    for _ in range(2):
+        pool.changes.ask(signal.SIGTTOU)
+    assert pool.workers.wanted == {1}
+    pool.changes.ask(signal.SIGHUP)
+    pool.bury(workers[0])
+    assert [worker.index for worker in pool.make()] == [1]
+
+
 def test_there_are_never_more_workers_than_the_board_allows_nor_less_than_one(make_pool):
     pool = make_pool(2)
     pool.make()

@@ -206,9 +206,10 @@ class HttpWorkers:
             worker.kill()
 
     def buried(self, worker: ChildProcess) -> None:
-        """Give a worker's slot to the next."""
+        """Give a worker's slot to the next that waits for one."""
         self._free_slots.append(worker.slot)
-        if self._without_slot:
+        # One that is wanted no more takes no place.
+        while self._free_slots and self._without_slot:
             self.make(self._without_slot.popleft())
 
     def close(self) -> None:
