@@ -37,9 +37,11 @@ def where(result: dict[str, Any]) -> str:
     """Return on what a result was measured."""
     machine = result["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    commit = f" at {machine['commit']}" if machine.get("commit") else ""
+    scale = f" `--scale {result['scale']:g}`." if "scale" in result else ""
     return (
         f"{machine['date'].split()[0]}, {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, "
-        f"Linux {machine['kernel']}, Python {machine['python']}; {packages}."
+        f"Linux {machine['kernel']}, Python {machine['python']}; {packages}{commit}.{scale}"
     )
 
 
@@ -150,7 +152,13 @@ def filled(mark: re.Match[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is not up to date")
+    parser.add_argument("files", nargs="*", type=Path, help="print the tables of these results, and change nothing")
     options = parser.parse_args()
+    for file in options.files:
+        result = json.loads(file.read_text())
+        print(f"# {file}\n\n{TEXTS[result['kind']](result)}\n")
+    if options.files:
+        return 0
     page = PAGE.read_text()
     new = MARK.sub(filled, page)
     if options.check:

@@ -26,6 +26,7 @@ def describe_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "commit": _commit(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "load_average": os.getloadavg()[0],
     }
@@ -36,6 +37,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _commit() -> str | None:
+    """Return the commit of this checkout, with a mark where files differ from it; None where there is no git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
 
 
 def version_in(python: str, package: str, path: str = "") -> str | None:

@@ -1,5 +1,6 @@
 """The engine that docs/engines.md shows is what every engine must be."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ class TestExample(EngineConformance):
     @pytest.fixture
     def prompts(self):
         return [[200 + 10 * i, 201 + 10 * i] for i in range(16)]
+
+
+def test_the_page_shows_how_it_is_tested():
+    shown = inspect.getsource(TestExample).replace("TestExample", "TestCounting")
+    assert shown in PAGE.read_text()
 
 
 def test_the_page_shows_this_engine_in_under_100_lines():

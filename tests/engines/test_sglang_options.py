@@ -50,7 +50,7 @@ def test_without_sglang_the_range_and_the_extra_are_named(monkeypatch):
     with pytest.raises(ValueError) as refusal:
         create_engine("sglang", settings())
     assert SUPPORTED in str(refusal.value)
-    assert "multitok[sglang]" in str(refusal.value)
+    assert "pip install 'sglang>=0.5.23,<0.5.24'" in str(refusal.value)
 
 
 def test_the_extra_has_the_same_range():

@@ -71,7 +71,7 @@ def test_either_package_is_found(install):
 
 def test_without_vllm_the_message_says_what_to_install(install):
     install()
-    with pytest.raises(ValueError, match=r"needs vLLM >=0\.32,<0\.34.*pip install 'multitok\[vllm\]'"):
+    with pytest.raises(ValueError, match=r"needs vLLM >=0\.32,<0\.34.*pip install 'vllm>=0\.32,<0\.34'"):
         create_engine("vllm", settings())
 
 

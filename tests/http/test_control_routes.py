@@ -119,6 +119,8 @@ def test_an_answer_says_that_the_weights_are_new_though_the_cache_is_not(
         ("/abort_request", {"rid_prefix": ""}, "rid_prefix"),
         ("/configure_logging", {"log_level": "loud"}, "log_level"),
         ("/configure_logging", {"log_level": "info", "log_requests_level": 2}, "log_requests_level"),
+        ("/configure_logging", {"log_requests": True}, "log_requests"),
+        ("/configure_logging", {}, "log_level"),
         ("/load_lora_adapter", {"lora_name": "double-model", "lora_path": "/a"}, "lora_name"),
         ("/load_lora_adapter", {"lora_name": "a\n", "lora_path": "/a"}, "lora_name"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": ""}, "lora_path"),

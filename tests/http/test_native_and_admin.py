@@ -45,6 +45,28 @@ def test_generate_one(connection: Connection) -> None:
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 3, 1)
 
 
+@pytest.mark.parametrize("name", ["seed", "sampling_seed"])
+def test_the_seed_has_two_names(server: RunningServer, connection: Connection, name: str) -> None:
+    assert post(connection, "/generate", {"text": "x", "sampling_params": {name: 7}}).status == 200
+    assert server.manager.submissions.get(timeout=5).request.sampling_params.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("sampling", "word"),
+    [
+        ({"max_tokens": 2}, "max_tokens"),
+        ({"seed": 1, "sampling_seed": 2}, "sampling_seed"),
+        ({"stream_interval": 4}, "stream_interval"),
+    ],
+)
+def test_sampling_params_that_mean_nothing_are_refused_by_name(
+    connection: Connection, sampling: Any, word: str
+) -> None:
+    answer = post(connection, "/generate", {"text": "x", "sampling_params": sampling})
+    assert answer.status == 400
+    assert word in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("body", [{"text": ["a", "b"]}, {"input_ids": [[97], [98]]}])
 def test_generate_a_list(connection: Connection, body: Any) -> None:
     answers = post(connection, "/generate", body | {"sampling_params": {"n": 2}, "rid": "r"}).json()

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 from reference import MODEL, echo_text, ids_of
-from server import DEATH_S, LEAVE_S, SIMULATED, START_S, STOP_S, Server, engine_args, free_port, workers
+from server import DEATH_S, LEAVE_S, SIMULATED, START_S, STOP_S, Server, engine_args, eventually, free_port, workers
 
 _STREAMS = 20
 _TOKENS = 150
@@ -89,12 +89,14 @@ def test_streams_go_on_exactly_when_one_of_two_engines_is_killed_and_are_refused
         with pytest.raises(openai.InternalServerError, match="no engine can be reached") as refused:
             server.openai.completions.create(model=MODEL, prompt="x", max_tokens=2)
         assert refused.value.status_code == 503
+        eventually(lambda: server.http.get("/ready").status_code == 503, DEATH_S, "it is not ready without an engine")
 
         begin = len(server._log)
         with behind("--port", str(first.port)) as again:
             server.wait_for_line(rf"{again.base_url} is up: multitok simulated", begin=begin)
             answer = server.openai.completions.create(model=MODEL, prompt=texts[0], max_tokens=7, temperature=0)
             assert answer.choices[0].text == echo_text(texts[0], 7)
+            eventually(lambda: server.http.get("/ready").status_code == 200, DEATH_S, "it is ready again")
 
 
 def test_streams_end_at_an_engine_that_drains() -> None:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 
 from multitok.tokenizer.gguf_metadata import GgufMetadata
 from multitok.tokenizer.gguf_tokenizer import build_tokenizer
+from multitok.tokenizer.hf_folder import read_tokenizer_folder
 from multitok.tokenizer.model_files import ModelError, resolve_model, resolve_tokenizer
 
 
@@ -87,6 +88,17 @@ def test_folder_with_one_gguf_file(tmp_path, cache):
     byte_level(path / "two.gguf", "gpt-2")
     with pytest.raises(ModelError, match=r"several GGUF files; name one: one-00001-of-00002\.gguf, two\.gguf"):
         resolve_model(str(path), None, cache)
+
+
+@pytest.mark.parametrize(("vocab_size", "warned"), [(261, False), (280, False), (400, True), (200, True)])
+def test_a_tokenizer_of_another_size_than_the_models_is_warned_of(tmp_path, folder, caplog, vocab_size, warned):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    (model / "openvino_model.xml").touch()
+    size = read_tokenizer_folder(folder).vocab_size()
+    assert resolve_model(str(model), str(folder)).vocab_size == vocab_size
+    assert (f"has {size} tokens, and the model {vocab_size}: " in caplog.text) is warned
 
 
 def test_gguf_file_with_an_unknown_tokenizer_works_with_a_given_one(tmp_path, cache, folder):

@@ -170,11 +170,14 @@ class EngineLoad(msgspec.Struct, gc=False, frozen=True):
         Requests inside the engine that have, and have not, a slot.
     kv_used : float
         Used part of the KV cache, 0 to 1.
+    reachable : bool
+        False while an engine that runs elsewhere can't be reached, and so takes no requests.
     """
 
     running: int
     waiting: int
     kv_used: float
+    reachable: bool = True
 
 
 class Engine(Protocol):

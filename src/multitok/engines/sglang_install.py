@@ -22,7 +22,7 @@ def checked_version() -> str:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"engine 'sglang' needs SGLang {SUPPORTED}, which is not installed: pip install 'multitok[sglang]'"
+            f"engine 'sglang' needs SGLang {SUPPORTED}, which is not installed: pip install 'sglang{SUPPORTED}'"
         ) from None
     if _RELEASE.fullmatch(version) is None:
         raise ValueError(f"engine 'sglang' works with SGLang {SUPPORTED}, not with the installed {version}")

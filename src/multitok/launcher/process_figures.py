@@ -58,7 +58,7 @@ def _figures(board: LoadBoard, role: str, index: int) -> dict[str, int | float |
             "oldest_request_s" if role == "tokenizer_worker" else "queue_age_s": details.oldest,
         }
     if role == "scheduler":
-        figures["kv_used"] = details.kv_used
+        figures |= {"kv_used": details.kv_used, "reachable": details.reachable}
     if role not in ("launcher", "fork_server"):
         figures["loop_lag_s"] = details.lag
     return figures | _of_proc(pid)

@@ -75,7 +75,13 @@ class LoadSlot(Protocol):
         ...
 
     def publish_details(
-        self, lag: float = 0.0, requests: int = 0, tokens: int = 0, oldest: float = 0.0, kv_used: float = 0.0
+        self,
+        lag: float = 0.0,
+        requests: int = 0,
+        tokens: int = 0,
+        oldest: float = 0.0,
+        kv_used: float = 0.0,
+        reachable: bool = True,
     ) -> None:
         """Put down what is said once a second."""
         ...
@@ -211,7 +217,8 @@ class Scheduler:
             now = time.monotonic()
             longest_turn = max(longest_turn, now - begun)
             if now >= say_details_at:
-                self._slot.publish_details(longest_turn, *table.in_flight(now), self._engine.load().kv_used)
+                load = self._engine.load()
+                self._slot.publish_details(longest_turn, *table.in_flight(now), load.kv_used, load.reachable)
                 say_details_at, longest_turn = now + _BEAT_S, 0.0
 
     @property

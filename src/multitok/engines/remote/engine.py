@@ -118,7 +118,7 @@ class RemoteEngine:
 
     def load(self) -> EngineLoad:
         """Return load figures; how full the engines' caches are is not known."""
-        return EngineLoad(len(self._running), 0, 0.0)
+        return EngineLoad(len(self._running), 0, 0.0, self._fleet.any_is_up)
 
     def operate(self, operation: EngineOperation) -> None:
         """Do nothing of the kind: the engines have operators of their own."""

@@ -91,7 +91,7 @@ class FreezeGcRequest(Timed, kw_only=True):
 class LoggingRequest(Timed, kw_only=True):
     """Body of ``/configure_logging``."""
 
-    log_level: LogLevel
+    log_level: LogLevel | None = None
 
     log_requests: UnsupportedFlag = None
     log_requests_level: Unsupported = None
@@ -264,6 +264,8 @@ class ControlRoutes:
     async def configure_logging(self, request: Request) -> Response:
         """Serve ``/configure_logging``."""
         body = await _read(LoggingRequest, request)
+        if body.log_level is None:
+            raise invalid("log_level", "is required")
         answer = await self._operate(SetLogLevel(body.log_level), body, QUICK_S)
         return _done(f"The log level is {body.log_level}.", answer)
 

@@ -1,7 +1,7 @@
 """``POST /generate``, in SGLang's shape.
 
-A stream's events carry increments of ``text`` and ``output_ids``, as SGLang's do with ``--stream-output``: its default,
-the whole text so far in every event, costs the square of an answer's length.
+A stream's events carry increments of ``text`` and ``output_ids``, as SGLang's ``--incremental-streaming-output`` has
+them: its default, the whole text so far in every event, costs the square of an answer's length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import starmap
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -48,6 +48,7 @@ from multitok.http.openai.sampling import (
     with_logprobs,
 )
 from multitok.http.openai.types import (
+    Neutral,
     SamplingFields,
     Unsupported,
     UnsupportedFlag,
@@ -66,14 +67,18 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _PREFIX = "sampling_params."
 
 
-class NativeSampling(SamplingFields, kw_only=True):
-    """``sampling_params``."""
+class NativeSampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """``sampling_params``; as SGLang does, it refuses names that it doesn't know, the OpenAI API's among them."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    sampling_seed: int | None = None
+
+    stream_interval: Annotated[Any, Neutral(1)] = None
+    watermark: Unsupported = None
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -168,9 +173,14 @@ class GenerateRoute(BodyRoute):
         request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
         model, adapter = find_generator(self._adapter(body) or body.model, manager)
         sampling = body.sampling_params or NativeSampling()
+        info = model.engine_info
         refuse_unsupported(body, _UNSUPPORTED)
         refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING, _PREFIX)
-        info = model.engine_info
+        seed = ("seed", sampling.seed)
+        if sampling.sampling_seed is not None:
+            if sampling.seed is not None:
+                raise invalid(_PREFIX + "sampling_seed", "can't be combined with seed")
+            seed = ("sampling_seed", sampling.sampling_seed)
         if body.text is not None and body.input_ids is not None:
             raise invalid("input_ids", "can't be combined with text")
         if body.text is not None:
@@ -189,6 +199,7 @@ class GenerateRoute(BodyRoute):
             FieldChecker(info, limits, _PREFIX),
             max_tokens=("max_new_tokens", limit),
             min_tokens=("min_new_tokens", sampling.min_new_tokens),
+            seed=seed,
             grammar=_grammar(sampling, info),
             context_length=model.context_length,
         )

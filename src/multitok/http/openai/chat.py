@@ -74,6 +74,7 @@ class ChatRoute(BodyRoute):
             FieldChecker(info, limits),
             max_tokens=limit,
             min_tokens=("min_tokens", body.min_tokens),
+            seed=("seed", body.seed),
             grammar=read_response_format(body.response_format, info),
             context_length=model.context_length,
         )

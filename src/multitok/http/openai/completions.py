@@ -72,6 +72,7 @@ class CompletionRoute(BodyRoute):
             FieldChecker(info, limits),
             max_tokens=("max_tokens", max_tokens),
             min_tokens=("min_tokens", body.min_tokens),
+            seed=("seed", body.seed),
             grammar=read_response_format(body.response_format, info),
             context_length=model.context_length,
         )

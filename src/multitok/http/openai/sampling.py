@@ -205,6 +205,7 @@ def sampling_params(
     *,
     max_tokens: tuple[str, int | None],
     min_tokens: tuple[str, int | None],
+    seed: tuple[str, int | None],
     grammar: Grammar | None,
     context_length: int,
 ) -> SamplingParams:
@@ -216,8 +217,8 @@ def sampling_params(
         The request's.
     check : FieldChecker
         Checks them.
-    max_tokens, min_tokens : tuple of (str, int or None)
-        The limits, with their names in this API. Without `max_tokens` the context's length stands in.
+    max_tokens, min_tokens, seed : tuple of (str, int or None)
+        The limits and the seed, with their names in this API. Without `max_tokens` the context's length stands in.
     grammar : Grammar or None
         Checked already.
     context_length : int
@@ -247,11 +248,11 @@ def sampling_params(
     else:
         check.count("top_k", top_k, 1)
         check.require("top_k", "top_k")
-    seed = fields.seed
-    if seed is not None:
-        check.count("seed", seed, -(2**63), 2**63 - 1)
-        check.require("seed", "seed")
-        seed &= _SEED_MASK
+    name, seed_given = seed
+    if seed_given is not None:
+        check.count(name, seed_given, -(2**63), 2**63 - 1)
+        check.require("seed", name)
+        seed_given &= _SEED_MASK
     if fields.ignore_eos:
         check.require("ignore_eos", "ignore_eos")
     number = check.number
@@ -262,7 +263,7 @@ def sampling_params(
         top_p=number("top_p", fields.top_p, 1.0, low=0.0, high=1.0, above=True),
         top_k=top_k,
         min_p=number("min_p", fields.min_p, 0.0, low=0.0, high=1.0),
-        seed=seed,
+        seed=seed_given,
         presence_penalty=number("presence_penalty", fields.presence_penalty, 0.0, low=-2.0, high=2.0),
         frequency_penalty=number("frequency_penalty", fields.frequency_penalty, 0.0, low=-2.0, high=2.0),
         repetition_penalty=number("repetition_penalty", fields.repetition_penalty, 1.0, low=0.0, high=2.0, above=True),

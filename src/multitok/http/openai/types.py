@@ -216,7 +216,7 @@ def refuse_unsupported(request: msgspec.Struct, fields: list[tuple[str, tuple[ob
     for name, neutral in fields:
         value = getattr(request, name)
         if value is not None and not any(_same(value, neutral_value) for neutral_value in neutral):
-            raise invalid(prefix + name, "is not supported by this server")
+            raise invalid(prefix + name, "is not supported here")
 
 
 def _same(value: object, other: object) -> bool:
