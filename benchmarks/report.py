@@ -154,10 +154,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is not up to date")
     parser.add_argument("files", nargs="*", type=Path, help="print the tables of these results, and change nothing")
     options = parser.parse_args()
-    for file in options.files:
-        result = json.loads(file.read_text())
-        print(f"# {file}\n\n{TEXTS[result['kind']](result)}\n")
     if options.files:
+        for file in options.files:
+            result = json.loads(file.read_text())
+            print(f"# {file}\n\n{TEXTS[result['kind']](result)}\n")
         return 0
     page = PAGE.read_text()
     new = MARK.sub(filled, page)

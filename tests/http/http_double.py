@@ -23,6 +23,7 @@ from multitok.engines.base import EngineInfo
 from multitok.http.server import HttpServer
 from multitok.messages.base import FinishReason
 from multitok.messages.control import Adapter, ControlOperation, ControlState
+from multitok.messages.operations import ALL_OPERATIONS
 from multitok.messages.to_child import ControlReqOutput
 from multitok.tokenizer.requests import (
     EmbeddingInput,
@@ -50,14 +51,7 @@ INFO = EngineInfo(
     grammars=["json_object", "json_schema", "regex", "ebnf"],
     top_logprobs=5,
     fields=["adapter"],
-    operations=[
-        "flush_cache",
-        "load_lora_adapter",
-        "unload_lora_adapter",
-        "update_weights_from_disk",
-        "start_profile",
-        "stop_profile",
-    ],
+    operations=ALL_OPERATIONS,
 )
 
 

@@ -52,17 +52,14 @@ def run_sweep(options: argparse.Namespace) -> Report:
         options.rate or options.concurrency or ([workload.clients] if options.workload else [1, 8, 64])
     )
     started = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-    counts = [_count(options, level) for level in levels]
-    sys.stderr.write(
-        f"sessions per step: {', '.join(f'{count:,}' for count in counts)} (--requests N: fewer or more)\n"
-    )
-    if not options.rate and (
-        idle := [f"{level:g}" for level, count in zip(levels, counts, strict=True) if count < level]
-    ):
+    steps = [(level, _count(options, level)) for level in levels]
+    counts = ", ".join(f"{count:,}" for _, count in steps)
+    sys.stderr.write(f"sessions per step: {counts} (--requests N: fewer or more)\n")
+    if not options.rate and (idle := [f"{level:g}" for level, count in steps if count < level]):
         facts["clients"] = f"not all of {', '.join(idle)} had something to do: there were fewer sessions than clients"
     points = [
         _step(options, target, settings, sessions, level, count, index, pid)
-        for index, (level, count) in enumerate(zip(levels, counts, strict=True))
+        for index, (level, count) in enumerate(steps)
     ]
     if any(point.summary.tokens_counted_by == "events" for point in points):
         facts["tokens"] = "counted by events: the server gives no usage"
@@ -119,9 +116,9 @@ def _count(options: argparse.Namespace, level: float) -> int:
     """Return how many sessions a step of the sweep has."""
     if options.requests:
         return int(options.requests)
-    return (
-        max(1, round(level * _OPEN_LOOP_S)) if options.rate else max(_REQUESTS_LEAST, _REQUESTS_PER_CLIENT * int(level))
-    )
+    if options.rate:
+        return max(1, round(level * _OPEN_LOOP_S))
+    return max(_REQUESTS_LEAST, _REQUESTS_PER_CLIENT * int(level))
 
 
 def _step(

@@ -19,6 +19,7 @@ from multitok.engines.base import EngineInfo, EngineLoad, EngineOutput, EngineRe
 from multitok.engines.options import OptionReader
 from multitok.messages.base import FinishReason
 from multitok.messages.operations import (
+    ALL_OPERATIONS,
     EngineOperation,
     LoadAdapter,
     StartProfile,
@@ -53,16 +54,6 @@ SAMPLING = [
 ]
 # Nothing is met by all but the first; they go back as they came, so that a test sees that they were here.
 FIELDS = ["adapter", "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params"]
-
-# All of them, as far as they can be without a model.
-OPERATIONS = [
-    "flush_cache",
-    "load_lora_adapter",
-    "unload_lora_adapter",
-    "update_weights_from_disk",
-    "start_profile",
-    "stop_profile",
-]
 
 
 def simulated_logprob(token_id: int, position: int) -> float:
@@ -196,7 +187,8 @@ class SimulatedEngine:
             # A replayed text begins anywhere; all else follows from the prompt and the position.
             resumable=SAMPLING if task == "generate" and replay is None else [],
             fields=FIELDS if task == "generate" else [],
-            operations=OPERATIONS if task == "generate" else [],
+            # As far as they can be without a model.
+            operations=ALL_OPERATIONS if task == "generate" else [],
         )
         self._adapters: set[str] = set()
         self._profiling = False

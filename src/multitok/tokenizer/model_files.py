@@ -248,7 +248,7 @@ def _locate(name: str, option: str, patterns: list[str] | None = None) -> Path:
         # Path would make the current folder of it.
         raise ModelError(f"{option}: the path is empty")
     path = Path(name).expanduser()
-    # Path.exists raises for a name that is too long, before Python 3.12.
+    # Path.exists raises for a name that is too long, before Python 3.14.
     if os.path.exists(path):
         # Not resolved: in the hub's cache a link's target has lost its name.
         return path.absolute()

@@ -159,6 +159,8 @@ class Dispatcher:
         if delta.failure is not None:
             self._failed(request, delta.failure)
             return
+        if delta.finish is not None:
+            _add_the_stop(delta, delta.finish, request)
         if (problem := _nonsense_of(delta, request, self._info.vocab_size)) is not None:
             self._misbehaved(request, problem)
             return
@@ -176,7 +178,8 @@ class Dispatcher:
             delta.top_logprobs = [top[:most] for top in delta.top_logprobs]
         if delta.finish is not None:
             if delta.finish.type == "stop":
-                _name_the_stop(request, delta)
+                # Of one that the engine doesn't name the last id is meant.
+                delta.finish = FinishReason("stop", matched=request.output[-1] if request.output else None)
             self._release(request)
             del self._requests[request.pending]
         self._put(request, delta)
@@ -254,12 +257,18 @@ class Dispatcher:
         self._outbox.signal()
 
 
+def _add_the_stop(delta: Delta, finish: FinishReason, request: RemoteRequest) -> None:
+    """Have a stop id that the engine names as the last id, as the protocol wants it."""
+    matched = finish.matched
+    if isinstance(matched, int) and (delta.ids[-1:] or request.output[-1:].tolist()) != [matched]:
+        delta.ids = [*delta.ids, matched]
+        if delta.logprobs is not None:
+            delta.logprobs = [*delta.logprobs, 0.0]
+
+
 def _nonsense_of(delta: Delta, request: RemoteRequest, vocab_size: int) -> str | None:
     """Return what is wrong with what an engine gave, if anything is: no part after this one expects such values."""
     ids = delta.ids
-    matched = None if delta.finish is None else delta.finish.matched
-    if isinstance(matched, int) and (ids[-1:] or request.output[-1:].tolist()) != [matched]:
-        ids = [*ids, matched]
     if len(request.output) + len(ids) > request.params.max_new_tokens:
         return "it gave more ids than it was asked for"
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
@@ -267,17 +276,6 @@ def _nonsense_of(delta: Delta, request: RemoteRequest, vocab_size: int) -> str |
     if any(not 0 <= token < _ID_LIMIT for top in delta.top_logprobs or () for token, _ in top):
         return "it gave the log probability of something that is no id"
     return None
-
-
-def _name_the_stop(request: RemoteRequest, delta: Delta) -> None:
-    """Have a stop id as the last id, and named, as the protocol wants it."""
-    matched = None if delta.finish is None else delta.finish.matched
-    if isinstance(matched, int) and (not request.output or request.output[-1] != matched):
-        delta.ids = [*delta.ids, matched]
-        request.output.append(matched)
-        if delta.logprobs is not None:
-            delta.logprobs = [*delta.logprobs, 0.0]
-    delta.finish = FinishReason("stop", matched=request.output[-1] if request.output else None)
 
 
 def _end_of(failure: Failure, request: RemoteRequest) -> FinishReason:

@@ -173,9 +173,9 @@ class GenerateRoute(BodyRoute):
         request_id = set_request_id(exchange, "gen-", limits.max_request_id_length, rid=body.rid)
         model, adapter = find_generator(self._adapter(body) or body.model, manager)
         sampling = body.sampling_params or NativeSampling()
-        info = model.engine_info
         refuse_unsupported(body, _UNSUPPORTED)
         refuse_unsupported(sampling, _UNSUPPORTED_SAMPLING, _PREFIX)
+        info = model.engine_info
         seed = ("seed", sampling.seed)
         if sampling.sampling_seed is not None:
             if sampling.seed is not None:
